@@ -1,0 +1,223 @@
+//! The block table: every block of every segment, linked to its neighbours.
+//!
+//! Blocks are kept outside the memory they describe, in a slab indexed by [`BlockId`]; the blocks
+//! of a segment tile it without gaps, in address order, through `prev` and `next`.
+
+use std::ops::{Index, IndexMut};
+
+use crate::driver::StreamId;
+use crate::history::Context;
+use crate::pool::PoolIndex;
+use crate::segment::SegmentId;
+
+/// A block, by its place in the table.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub(crate) struct BlockId(u32);
+
+/// What a block is being used for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum BlockState {
+    /// In the free index of its lane.
+    Free,
+    /// Handed out.
+    Live,
+    /// Given back by its owner, but a stream that used it may still be at work.
+    Pending,
+    /// Addresses with no pages behind them, in the unmapped index of its lane.
+    Unmapped,
+}
+
+/// One range of device addresses.
+#[derive(Debug, Clone)]
+pub(crate) struct Block {
+    pub(crate) address: u64,
+    pub(crate) size: u64,
+    /// What the caller asked for; stale unless live or pending.
+    pub(crate) requested: u64,
+    pub(crate) prev: Option<BlockId>,
+    pub(crate) next: Option<BlockId>,
+    pub(crate) segment: SegmentId,
+    pub(crate) pool: PoolIndex,
+    pub(crate) stream: StreamId,
+    pub(crate) state: BlockState,
+    /// The pool's search count when the block became free; its age for garbage collection.
+    pub(crate) free_since: u64,
+    /// Events that must finish before the block is free.
+    pub(crate) events: u32,
+    /// Other streams that used the block; allocated only for blocks that have any.
+    pub(crate) uses: Option<Box<Uses>>,
+    /// Who asked for it, when history is on.
+    pub(crate) context: Context,
+}
+
+/// Other streams that used a block.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(crate) struct Uses {
+    /// Streams with no event recorded yet.
+    pub(crate) streams: Vec<StreamId>,
+    /// Those of them recorded while a capture was under way: no event is needed once it has ended.
+    pub(crate) in_capture: Vec<StreamId>,
+}
+
+impl Block {
+    pub(crate) fn end(&self) -> u64 {
+        self.address + self.size
+    }
+
+    /// Whether the segment has other blocks too.
+    pub(crate) fn is_split(&self) -> bool {
+        self.prev.is_some() || self.next.is_some()
+    }
+
+    pub(crate) fn is_free(&self) -> bool {
+        self.state == BlockState::Free
+    }
+
+    pub(crate) fn is_mapped(&self) -> bool {
+        self.state != BlockState::Unmapped
+    }
+
+    /// Streams whose use of the block has no event yet.
+    pub(crate) fn uses_without_event(&self) -> &[StreamId] {
+        self.uses.as_ref().map_or(&[], |uses| &uses.streams)
+    }
+}
+
+/// All blocks.
+#[derive(Debug, Default)]
+pub(crate) struct BlockTable {
+    slots: Vec<Slot>,
+    vacant: Vec<BlockId>,
+}
+
+#[derive(Debug)]
+enum Slot {
+    Vacant,
+    Taken(Block),
+}
+
+impl BlockTable {
+    pub(crate) fn insert(&mut self, block: Block) -> BlockId {
+        match self.vacant.pop() {
+            Some(id) => {
+                self.slots[id.0 as usize] = Slot::Taken(block);
+                id
+            }
+            None => {
+                let id = u32::try_from(self.slots.len()).expect("fewer than 2^32 blocks");
+                self.slots.push(Slot::Taken(block));
+                BlockId(id)
+            }
+        }
+    }
+
+    pub(crate) fn remove(&mut self, id: BlockId) -> Block {
+        match std::mem::replace(&mut self.slots[id.0 as usize], Slot::Vacant) {
+            Slot::Taken(block) => {
+                self.vacant.push(id);
+                block
+            }
+            Slot::Vacant => unreachable!("removal of a vacant block"),
+        }
+    }
+
+    /// Every block, in no meaningful order.
+    pub(crate) fn iter(&self) -> impl Iterator<Item = (BlockId, &Block)> {
+        (0_u32..).zip(&self.slots).filter_map(|(id, slot)| match slot {
+            Slot::Taken(block) => Some((BlockId(id), block)),
+            Slot::Vacant => None,
+        })
+    }
+
+    /// Cuts the first `size` bytes off a block into a new block before it, and returns that one.
+    /// The block cut from keeps its identity, its state and the rest.
+    pub(crate) fn split_front(&mut self, id: BlockId, size: u64, state: BlockState) -> BlockId {
+        let rest = &mut self[id];
+        debug_assert!(size < rest.size, "a split leaves two blocks");
+        let front = Block {
+            size,
+            prev: rest.prev,
+            next: Some(id),
+            state,
+            uses: None,
+            events: 0,
+            requested: 0,
+            context: Context::NONE,
+            ..*rest
+        };
+        rest.address += size;
+        rest.size -= size;
+        let before = rest.prev;
+        let front = self.insert(front);
+        self[id].prev = Some(front);
+        if let Some(before) = before {
+            self[before].next = Some(front);
+        }
+        front
+    }
+
+    /// Cuts a block to its first `keep` bytes; the rest becomes a new block after it, in the same
+    /// state, and is returned.
+    pub(crate) fn split_back(&mut self, id: BlockId, keep: u64) -> BlockId {
+        let front = &mut self[id];
+        debug_assert!(keep < front.size, "a split leaves two blocks");
+        let back = Block {
+            address: front.address + keep,
+            size: front.size - keep,
+            prev: Some(id),
+            uses: None,
+            events: 0,
+            requested: 0,
+            context: Context::NONE,
+            ..*front
+        };
+        front.size = keep;
+        let after = front.next;
+        let back = self.insert(back);
+        self[id].next = Some(back);
+        if let Some(after) = after {
+            self[after].prev = Some(back);
+        }
+        back
+    }
+
+    /// Lets `into` swallow its neighbour `other`, which leaves the table.
+    pub(crate) fn absorb(&mut self, into: BlockId, other: BlockId) -> Block {
+        let gone = self.remove(other);
+        if self[into].prev == Some(other) {
+            self[into].address = gone.address;
+            self[into].prev = gone.prev;
+            if let Some(before) = gone.prev {
+                self[before].next = Some(into);
+            }
+        } else {
+            debug_assert_eq!(self[into].next, Some(other), "only neighbours merge");
+            self[into].next = gone.next;
+            if let Some(after) = gone.next {
+                self[after].prev = Some(into);
+            }
+        }
+        self[into].size += gone.size;
+        gone
+    }
+}
+
+impl Index<BlockId> for BlockTable {
+    type Output = Block;
+
+    fn index(&self, id: BlockId) -> &Block {
+        match &self.slots[id.0 as usize] {
+            Slot::Taken(block) => block,
+            Slot::Vacant => unreachable!("use of a vacant block"),
+        }
+    }
+}
+
+impl IndexMut<BlockId> for BlockTable {
+    fn index_mut(&mut self, id: BlockId) -> &mut Block {
+        match &mut self.slots[id.0 as usize] {
+            Slot::Taken(block) => block,
+            Slot::Vacant => unreachable!("use of a vacant block"),
+        }
+    }
+}

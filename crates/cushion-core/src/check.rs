@@ -1,0 +1,308 @@
+//! The invariant checker: one walk over every structure, against every other.
+//!
+//! Tests, property tests and fuzzing call it after every step.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use crate::block::{Block, BlockId, BlockState};
+use crate::driver::Driver;
+use crate::locked::Locked;
+use crate::pool::PoolIndex;
+use crate::segment::{Backing, SegmentId};
+use crate::stats::StatArray;
+
+/// An invariant that does not hold.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("broken invariant: {0}")]
+pub struct Violation(pub String);
+
+/// Returns a [`Violation`] unless the condition holds.
+macro_rules! ensure {
+    ($condition:expr, $($message:tt)+) => {
+        if !$condition {
+            return Err(Violation(format!($($message)+)));
+        }
+    };
+}
+
+impl<D: Driver> Locked<'_, D> {
+    pub(crate) fn check_invariants(&self) -> Result<(), Violation> {
+        let chains = self.check_chains()?;
+        self.check_segments(&chains)?;
+        self.check_indexes()?;
+        self.check_live_and_pending()?;
+        self.check_pages(&chains)?;
+        self.check_counters()
+    }
+
+    /// Neighbours are linked both ways, tile their segment, and no two of them could merge.
+    fn check_chains(&self) -> Result<BTreeMap<SegmentId, Vec<BlockId>>, Violation> {
+        let blocks = &self.state.blocks;
+        let mut chains = BTreeMap::new();
+        let mut seen = 0_usize;
+        for (id, block) in blocks.iter().filter(|(_, block)| block.prev.is_none()) {
+            let mut chain = vec![id];
+            let mut at = block;
+            while let Some(next_id) = at.next {
+                let next = &blocks[next_id];
+                let last = chain.last().copied();
+                ensure!(next.prev == last, "{next:?} does not link back to {at:?}");
+                ensure!(at.end() == next.address, "a gap between {at:?} and {next:?}");
+                ensure!(at.segment == next.segment, "{at:?} and {next:?} in two segments");
+                ensure!(at.pool == next.pool && at.stream == next.stream, "{next:?} strayed");
+                let mergeable = at.state == next.state
+                    && matches!(at.state, BlockState::Free | BlockState::Unmapped);
+                ensure!(!mergeable, "{at:?} and {next:?} should have merged");
+                chain.push(next_id);
+                at = next;
+            }
+            seen += chain.len();
+            let before = chains.insert(block.segment, chain);
+            ensure!(before.is_none(), "two chains in {:?}", block.segment);
+        }
+        ensure!(seen == blocks.iter().count(), "a block is in no chain");
+        Ok(chains)
+    }
+
+    /// Every segment has one chain, which covers it exactly.
+    fn check_segments(&self, chains: &BTreeMap<SegmentId, Vec<BlockId>>) -> Result<(), Violation> {
+        let mut held: BTreeMap<PoolIndex, u32> = BTreeMap::new();
+        let mut ranges = BTreeMap::new();
+        for (id, segment) in self.state.segments.iter() {
+            let Some(chain) = chains.get(&id) else {
+                return Err(Violation(format!("{segment:?} has no blocks")));
+            };
+            let first = &self.state.blocks[chain[0]];
+            let size: u64 = chain.iter().map(|&id| self.state.blocks[id].size).sum();
+            ensure!(
+                first.address == segment.address && size == segment.size,
+                "the blocks of {segment:?} sum to {size}"
+            );
+            ensure!(
+                first.pool == segment.pool && first.stream == segment.stream,
+                "{segment:?} and its blocks disagree"
+            );
+            *held.entry(segment.pool).or_default() += 1;
+            ranges.insert(segment.address, segment.end());
+        }
+        let mut end = 0;
+        for (&start, &range_end) in &ranges {
+            ensure!(end <= start, "segments overlap at {start:#x}");
+            end = range_end;
+        }
+        ensure!(chains.len() == ranges.len(), "a chain of blocks without a segment");
+        for (index, pool) in self.state.pools.iter() {
+            let held = held.get(&index).copied().unwrap_or(0);
+            ensure!(
+                pool.segments == held,
+                "pool {}: {} segments, not {held}",
+                pool.id,
+                pool.segments
+            );
+        }
+        Ok(())
+    }
+
+    /// Every free and every unmapped block is in exactly one index, under its own key.
+    fn check_indexes(&self) -> Result<(), Violation> {
+        let mut indexed = BTreeSet::new();
+        for (index, pool) in self.state.pools.iter() {
+            for lane in pool.lanes() {
+                let mut bytes = 0;
+                let mut count = 0;
+                let mut largest = 0;
+                let belongs = |block: &Block| block.pool == index && block.stream == lane.stream;
+                for (size, address, id) in lane.free() {
+                    let block = &self.state.blocks[id];
+                    ensure!(
+                        block.is_free() && belongs(block),
+                        "{block:?} in the free index of another state, pool or stream"
+                    );
+                    ensure!(
+                        (block.size, block.address) == (size, address),
+                        "stale key of {block:?}"
+                    );
+                    ensure!(indexed.insert(id), "{block:?} is indexed twice");
+                    bytes += size;
+                    count += 1;
+                    largest = largest.max(size);
+                }
+                for (address, id) in lane.unmapped() {
+                    let block = &self.state.blocks[id];
+                    ensure!(
+                        !block.is_mapped() && belongs(block) && block.address == address,
+                        "{block:?} in the unmapped index of another state, pool, stream or key"
+                    );
+                    ensure!(indexed.insert(id), "{block:?} is indexed twice");
+                }
+                let active: u64 = self
+                    .state
+                    .blocks
+                    .iter()
+                    .filter(|(_, b)| {
+                        belongs(b) && matches!(b.state, BlockState::Live | BlockState::Pending)
+                    })
+                    .map(|(_, block)| block.size)
+                    .sum();
+                let figures = lane.stats().read();
+                ensure!(
+                    (figures.free_bytes, figures.free_blocks, figures.largest_free)
+                        == (bytes, count, largest)
+                        && figures.active_bytes == active,
+                    "{figures:?}, but a recount gives {bytes} free bytes in {count} blocks, the \
+                     largest {largest}, and {active} active bytes"
+                );
+            }
+        }
+        let idle = self
+            .state
+            .blocks
+            .iter()
+            .filter(|(_, b)| matches!(b.state, BlockState::Free | BlockState::Unmapped));
+        ensure!(idle.count() == indexed.len(), "an idle block is in no index");
+        Ok(())
+    }
+
+    /// The address map holds the live blocks; the events hold the pending ones.
+    fn check_live_and_pending(&self) -> Result<(), Violation> {
+        let waiting = self.state.pending.waiting();
+        let mut live = 0_usize;
+        let mut pending = 0_usize;
+        for (id, block) in self.state.blocks.iter() {
+            match block.state {
+                BlockState::Live => {
+                    live += 1;
+                    let known = self.state.live.get(&block.address);
+                    ensure!(known == Some(&id), "{block:?} is not in the address map");
+                    ensure!(block.events == 0, "{block:?} is live and waits for events");
+                    ensure!(block.requested <= block.size, "{block:?} is too small");
+                }
+                BlockState::Pending => {
+                    pending += 1;
+                    let events = waiting.get(&id).copied();
+                    ensure!(events == Some(block.events), "{block:?} waits for {events:?} events");
+                }
+                BlockState::Free | BlockState::Unmapped => {
+                    ensure!(
+                        block.events == 0 && block.uses.is_none(),
+                        "{block:?} is idle but used"
+                    );
+                }
+            }
+        }
+        ensure!(live == self.state.live.len(), "an address of no live block");
+        ensure!(pending == waiting.len(), "an event of no pending block");
+        Ok(())
+    }
+
+    /// Behind every mapped block of a paged segment lie pages, whole and without gaps; behind
+    /// unmapped ones nothing, but for mappings the driver would not undo. Every page counts once.
+    fn check_pages(&self, chains: &BTreeMap<SegmentId, Vec<BlockId>>) -> Result<(), Violation> {
+        let pages = &self.state.pages;
+        let mut mappings: BTreeMap<u64, u64> = pages.mappings().collect();
+        for (id, segment) in self.state.segments.iter() {
+            let Backing::Pages { page_size } = segment.backing else { continue };
+            for block in chains[&id].iter().map(|&id| &self.state.blocks[id]) {
+                let first =
+                    segment.address + (block.address - segment.address) / page_size * page_size;
+                let mut at = first;
+                while at < block.end() {
+                    if block.is_mapped() {
+                        ensure!(
+                            pages.page_at(at) == Some(page_size) && !pages.is_stuck(at),
+                            "no page at {at:#x} behind {block:?}"
+                        );
+                        mappings.remove(&at);
+                    } else if mappings.remove(&at).is_some() {
+                        ensure!(pages.is_stuck(at), "a page at {at:#x} behind {block:?}");
+                    }
+                    at += page_size;
+                }
+            }
+        }
+        ensure!(mappings.is_empty(), "pages at {mappings:x?}, behind no block");
+        let mut held = [0; 2];
+        let mut addresses = 0;
+        let mut stranded = 0;
+        for (_, page) in pages.iter() {
+            held[usize::from(page.small)] += page.bytes;
+            addresses += page.addresses;
+            stranded += usize::from(page.addresses == 0);
+        }
+        ensure!(addresses as usize == pages.mappings().count(), "mappings and pages disagree");
+        ensure!(stranded == pages.stranded(), "{stranded} pages have no address");
+        ensure!(
+            held == [pages.held(false), pages.held(true)] && held == self.state.pages_counted,
+            "pages of {held:?} bytes, but {:?} counted",
+            self.state.pages_counted
+        );
+        Ok(())
+    }
+
+    /// The counters equal a recount.
+    fn check_counters(&self) -> Result<(), Violation> {
+        let mut recount = BTreeMap::<(&str, bool), u64>::new();
+        let mut add = |name, small, amount| *recount.entry((name, small)).or_default() += amount;
+        for (_, block) in self.state.blocks.iter() {
+            let small = self.state.pools[block.pool].small;
+            let plain = self.state.segments[block.segment].is_plain();
+            let live = block.state == BlockState::Live;
+            if live {
+                add("allocation", small, 1);
+                add("allocated_bytes", small, block.size);
+            }
+            if live || block.state == BlockState::Pending {
+                add("active", small, 1);
+                add("active_bytes", small, block.size);
+                add("requested_bytes", small, block.requested);
+            }
+            if block.is_free() && plain && block.is_split() {
+                add("inactive_split", small, 1);
+                add("inactive_split_bytes", small, block.size);
+            }
+        }
+        for (_, segment) in self.state.segments.iter().filter(|(_, segment)| segment.is_plain()) {
+            let small = self.state.pools[segment.pool].small;
+            add("segment", small, 1);
+            add("reserved_bytes", small, segment.size);
+        }
+        for small in [true, false] {
+            add("reserved_bytes", small, self.state.pages.held(small));
+        }
+        let stats = self.counters.read(self.lanes);
+        let arrays: [(&str, &StatArray); 9] = [
+            ("allocation", &stats.allocation),
+            ("segment", &stats.segment),
+            ("active", &stats.active),
+            ("inactive_split", &stats.inactive_split),
+            ("allocated_bytes", &stats.allocated_bytes),
+            ("reserved_bytes", &stats.reserved_bytes),
+            ("active_bytes", &stats.active_bytes),
+            ("inactive_split_bytes", &stats.inactive_split_bytes),
+            ("requested_bytes", &stats.requested_bytes),
+        ];
+        for (name, array) in arrays {
+            let of = |small| recount.get(&(name, small)).copied().unwrap_or(0);
+            for (pool, stat, expected) in [
+                ("small_pool", array.small_pool, of(true)),
+                ("large_pool", array.large_pool, of(false)),
+                ("all", array.all, of(true) + of(false)),
+            ] {
+                ensure!(
+                    stat.current == expected,
+                    "{name}.{pool}.current is {}, a recount gives {expected}",
+                    stat.current
+                );
+                ensure!(stat.peak >= stat.current, "{name}.{pool}.peak is below current");
+            }
+        }
+        let oversize = |size: u64| self.is_oversize(size);
+        let blocks = self.state.live.values().filter(|&&id| oversize(self.state.blocks[id].size));
+        ensure!(
+            stats.oversize_allocations.current == blocks.count() as u64,
+            "oversize_allocations.current is {}",
+            stats.oversize_allocations.current
+        );
+        Ok(())
+    }
+}

@@ -1,0 +1,351 @@
+//! Polices the driver's contract: wraps any driver and panics at the first call, or the first
+//! piece of work, that breaks it. For tests and fuzzing; it says what was broken and where.
+//!
+//! It believes only what it saw pass through: work counts as done when an event that was recorded
+//! after it has been seen finished, when its stream was synchronised, or when a call was made that
+//! waits for the device. So it also works in front of a real GPU.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use super::{
+    Capture, Driver, DriverResult, EventId, MemoryInfo, NodeId, PageHandle, Properties, StreamId,
+};
+
+/// A driver that watches another. See the module's documentation.
+#[derive(Debug)]
+pub struct CheckedDriver<D> {
+    inner: D,
+    state: Mutex<State>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    /// Plain allocations.
+    plain: BTreeMap<u64, u64>,
+    /// Reserved ranges.
+    ranges: BTreeMap<u64, u64>,
+    /// Pages by handle: size and addresses.
+    pages: BTreeMap<PageHandle, (u64, BTreeSet<u64>)>,
+    /// Mapped pages by address.
+    mapped: BTreeMap<u64, Mapping>,
+    streams: BTreeMap<StreamId, Progress>,
+    events: BTreeMap<EventId, Option<(StreamId, u64)>>,
+    /// Work that is not known to be done.
+    unfinished: Vec<Work>,
+}
+
+#[derive(Debug)]
+struct Mapping {
+    bytes: u64,
+    page: PageHandle,
+    usable: bool,
+}
+
+#[derive(Debug, Default)]
+struct Progress {
+    launched: u64,
+    done: u64,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Work {
+    stream: StreamId,
+    ticket: u64,
+    /// What the memory is in physical terms, so that a page counts as one under all its addresses.
+    place: Place,
+    start: u64,
+    end: u64,
+    life: u64,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Place {
+    /// A plain allocation at this address.
+    Plain(u64),
+    /// A page.
+    Page(PageHandle),
+}
+
+impl<D: Driver> CheckedDriver<D> {
+    /// Watches `inner`.
+    pub fn new(inner: D) -> Self {
+        Self { inner, state: Mutex::default() }
+    }
+
+    /// The driver underneath.
+    pub fn inner(&self) -> &D {
+        &self.inner
+    }
+
+    /// Tells that work which uses `bytes` bytes at `address` was queued on `stream`, for the
+    /// allocation `life`. Uses of one allocation on several streams are the program's own business;
+    /// two allocations may share bytes only in stream order, or when the first one's work is done.
+    ///
+    /// # Panics
+    ///
+    /// If some of the memory is not mapped and accessible, or if work of another allocation on the
+    /// same bytes and another stream is not known to be done.
+    pub fn work(&self, address: u64, bytes: u64, stream: StreamId, life: u64) {
+        let mut state = self.state();
+        let progress = state.streams.entry(stream).or_default();
+        progress.launched += 1;
+        let ticket = progress.launched;
+        for (place, start, end) in state.resolve(address, bytes) {
+            let clash = state.unfinished.iter().find(|work| {
+                work.place == place
+                    && work.start < end
+                    && start < work.end
+                    && work.life != life
+                    && work.stream != stream
+            });
+            assert!(
+                clash.is_none(),
+                "memory at {address:#x} is used on {stream:?} before the work of an earlier \
+                 allocation on another stream is known to be done: {clash:?}"
+            );
+            state.unfinished.push(Work { stream, ticket, place, start, end, life });
+        }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl State {
+    /// The physical places behind a range of addresses, each with its offsets.
+    fn resolve(&self, address: u64, bytes: u64) -> Vec<(Place, u64, u64)> {
+        let end = address.checked_add(bytes).expect("a range that ends");
+        if let Some((&start, &size)) = self.plain.range(..=address).next_back()
+            && address < start + size
+        {
+            assert!(end <= start + size, "{address:#x}+{bytes} leaves its allocation");
+            return vec![(Place::Plain(start), address - start, end - start)];
+        }
+        let mut places = Vec::new();
+        let mut at = address;
+        while at < end {
+            let found = self.mapped.range(..=at).next_back();
+            let Some((&start, mapping)) = found.filter(|(start, m)| at < *start + m.bytes) else {
+                panic!("{at:#x} is used but not mapped");
+            };
+            assert!(mapping.usable, "{at:#x} is used without access");
+            let until = end.min(start + mapping.bytes);
+            places.push((Place::Page(mapping.page), at - start, until - start));
+            at = until;
+        }
+        places
+    }
+
+    fn assert_done(&self, place: Place, what: &str) {
+        let busy = self.unfinished.iter().find(|work| work.place == place);
+        assert!(busy.is_none(), "{what} while work on it is not known to be done: {busy:?}");
+    }
+
+    fn done_until(&mut self, stream: StreamId, ticket: u64) {
+        let progress = self.streams.entry(stream).or_default();
+        progress.done = progress.done.max(ticket);
+        let done = progress.done;
+        self.unfinished.retain(|work| work.stream != stream || work.ticket > done);
+    }
+
+    fn event_done(&mut self, event: EventId) {
+        if let Some(Some((stream, ticket))) = self.events.get(&event).copied() {
+            self.done_until(stream, ticket);
+        }
+    }
+
+    /// The addresses of the mappings that make up a range exactly.
+    fn mappings_of(&self, address: u64, bytes: u64, what: &str) -> Vec<u64> {
+        let mut at = address;
+        let mut found = Vec::new();
+        for (&start, mapping) in self.mapped.range(address..address + bytes) {
+            assert_eq!(start, at, "{what} of {address:#x}+{bytes}: not all of it is mapped");
+            found.push(start);
+            at += mapping.bytes;
+        }
+        assert_eq!(at, address + bytes, "{what} of {address:#x}+{bytes}: not whole mapped pages");
+        found
+    }
+}
+
+impl<D: Driver> Driver for CheckedDriver<D> {
+    fn properties(&self) -> Properties {
+        self.inner.properties()
+    }
+
+    fn memory_info(&self) -> DriverResult<MemoryInfo> {
+        self.inner.memory_info()
+    }
+
+    fn alloc(&self, bytes: u64) -> DriverResult<u64> {
+        let address = self.inner.alloc(bytes)?;
+        self.state().plain.insert(address, bytes);
+        Ok(address)
+    }
+
+    fn free(&self, address: u64) -> DriverResult<()> {
+        assert!(
+            self.state().plain.contains_key(&address),
+            "free of {address:#x}, which is not allocated"
+        );
+        self.inner.free(address)?;
+        let mut state = self.state();
+        state.plain.remove(&address);
+        // It waits for the whole device.
+        let all: Vec<_> = state.streams.iter().map(|(&id, p)| (id, p.launched)).collect();
+        for (stream, launched) in all {
+            state.done_until(stream, launched);
+        }
+        Ok(())
+    }
+
+    fn reserve(&self, bytes: u64) -> DriverResult<u64> {
+        let address = self.inner.reserve(bytes)?;
+        self.state().ranges.insert(address, bytes);
+        Ok(address)
+    }
+
+    fn unreserve(&self, address: u64, bytes: u64) -> DriverResult<()> {
+        {
+            let state = self.state();
+            let known = state.ranges.get(&address);
+            assert_eq!(known, Some(&bytes), "unreserve of {address:#x}: not a reserved range");
+            let mapped = state.mapped.range(address..address + bytes).next();
+            assert!(mapped.is_none(), "unreserve of a range with a page in it: {mapped:?}");
+        }
+        self.inner.unreserve(address, bytes)?;
+        self.state().ranges.remove(&address);
+        Ok(())
+    }
+
+    fn create(&self, bytes: u64) -> DriverResult<PageHandle> {
+        let unit = self.inner.properties().granularity;
+        assert!(bytes > 0 && bytes.is_multiple_of(unit), "a page of {bytes} bytes");
+        let page = self.inner.create(bytes)?;
+        self.state().pages.insert(page, (bytes, BTreeSet::new()));
+        Ok(page)
+    }
+
+    fn release(&self, page: PageHandle) -> DriverResult<()> {
+        {
+            let state = self.state();
+            let (_, addresses) = state.pages.get(&page).expect("release of an unknown page");
+            assert!(addresses.is_empty(), "release of {page:?}, still mapped at {addresses:x?}");
+        }
+        self.inner.release(page)?;
+        self.state().pages.remove(&page);
+        Ok(())
+    }
+
+    fn map(&self, address: u64, bytes: u64, page: PageHandle) -> DriverResult<()> {
+        {
+            let state = self.state();
+            let (size, _) = state.pages.get(&page).expect("map of an unknown page");
+            assert_eq!(*size, bytes, "a page is mapped whole");
+            let range = state.ranges.range(..=address).next_back();
+            assert!(
+                range.is_some_and(|(&start, &size)| address + bytes <= start + size),
+                "map at {address:#x}+{bytes}, outside every reserved range"
+            );
+            let below = state.mapped.range(..address + bytes).next_back();
+            assert!(
+                below.is_none_or(|(&start, mapping)| start + mapping.bytes <= address),
+                "map at {address:#x}+{bytes} over a mapped range: {below:?}"
+            );
+        }
+        self.inner.map(address, bytes, page)?;
+        let mut state = self.state();
+        state.mapped.insert(address, Mapping { bytes, page, usable: false });
+        if let Some((_, addresses)) = state.pages.get_mut(&page) {
+            addresses.insert(address);
+        }
+        Ok(())
+    }
+
+    fn set_access(&self, address: u64, bytes: u64) -> DriverResult<()> {
+        let mappings = self.state().mappings_of(address, bytes, "set_access");
+        self.inner.set_access(address, bytes)?;
+        let mut state = self.state();
+        for mapping in mappings {
+            if let Some(mapping) = state.mapped.get_mut(&mapping) {
+                mapping.usable = true;
+            }
+        }
+        Ok(())
+    }
+
+    fn unmap(&self, address: u64, bytes: u64) -> DriverResult<()> {
+        let mappings = {
+            let state = self.state();
+            let mappings = state.mappings_of(address, bytes, "unmap");
+            for start in &mappings {
+                state.assert_done(Place::Page(state.mapped[start].page), "a page is unmapped");
+            }
+            mappings
+        };
+        self.inner.unmap(address, bytes)?;
+        let mut state = self.state();
+        for start in mappings {
+            if let Some(mapping) = state.mapped.remove(&start)
+                && let Some((_, addresses)) = state.pages.get_mut(&mapping.page)
+            {
+                addresses.remove(&start);
+            }
+        }
+        Ok(())
+    }
+
+    fn event_create(&self) -> DriverResult<EventId> {
+        let event = self.inner.event_create()?;
+        self.state().events.insert(event, None);
+        Ok(event)
+    }
+
+    fn event_destroy(&self, event: EventId) -> DriverResult<()> {
+        assert!(self.state().events.contains_key(&event), "destroy of an unknown event");
+        self.inner.event_destroy(event)?;
+        self.state().events.remove(&event);
+        Ok(())
+    }
+
+    fn event_record(&self, event: EventId, stream: StreamId) -> DriverResult<()> {
+        assert!(self.state().events.contains_key(&event), "record of an unknown event");
+        self.inner.event_record(event, stream)?;
+        let mut state = self.state();
+        let launched = state.streams.entry(stream).or_default().launched;
+        state.events.insert(event, Some((stream, launched)));
+        Ok(())
+    }
+
+    fn event_query(&self, event: EventId) -> DriverResult<bool> {
+        let done = self.inner.event_query(event)?;
+        if done {
+            self.state().event_done(event);
+        }
+        Ok(done)
+    }
+
+    fn event_synchronize(&self, event: EventId) -> DriverResult<()> {
+        self.inner.event_synchronize(event)?;
+        self.state().event_done(event);
+        Ok(())
+    }
+
+    fn stream_synchronize(&self, stream: StreamId) -> DriverResult<()> {
+        self.inner.stream_synchronize(stream)?;
+        let mut state = self.state();
+        let launched = state.streams.entry(stream).or_default().launched;
+        state.done_until(stream, launched);
+        Ok(())
+    }
+
+    fn capture(&self, stream: StreamId) -> DriverResult<Option<Capture>> {
+        self.inner.capture(stream)
+    }
+
+    fn dependencies(&self, node: NodeId) -> DriverResult<Vec<NodeId>> {
+        self.inner.dependencies(node)
+    }
+}

@@ -1,0 +1,577 @@
+//! A deterministic GPU in memory: capacity, page granularity, streams and events that finish when
+//! told to, other tenants, the price list, scripted failures and scripted addresses.
+//!
+//! It refuses what a real driver refuses (mapping over a mapped range, releasing a mapped page,
+//! querying events during a capture), so that a bug in the engine shows as an error here and not
+//! only under [`CheckedDriver`](super::CheckedDriver).
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::ops::Range;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use super::{
+    Call, Capture, Driver, DriverError, DriverResult, EventId, Fault, MemoryInfo, NodeId,
+    PageHandle, Properties, StreamId, price,
+};
+use crate::size::{MIB, round_up};
+
+/// The simulator's own addresses start here: above every address a real driver hands out, so that
+/// they never meet recorded ones.
+const OWN_ADDRESSES: u64 = 1 << 48;
+
+/// CUDA's `CUDA_ERROR_INVALID_VALUE`.
+const INVALID_VALUE: Fault = Fault::Failed(1);
+/// CUDA's `CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED`.
+const CAPTURE_UNSUPPORTED: Fault = Fault::Failed(900);
+
+/// What kind of device to simulate.
+#[derive(Debug, Clone, Copy)]
+pub struct SimConfig {
+    /// Index of the device.
+    pub device: u32,
+    /// Physical memory in bytes.
+    pub capacity: u64,
+    /// Smallest size of a page.
+    pub granularity: u64,
+}
+
+impl SimConfig {
+    /// A device of `capacity` bytes with pages of 2 MiB and up.
+    #[must_use]
+    pub fn with_capacity(capacity: u64) -> Self {
+        Self { device: 0, capacity, granularity: 2 * MIB }
+    }
+}
+
+/// When a scripted failure strikes, counted from the moment it was scripted; the first call is 1.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum FailWhen {
+    /// The n-th call of one kind.
+    Nth(Call, u64),
+    /// The n-th call of any kind.
+    NthOfAny(u64),
+    /// Every call of one kind, until [`SimDriver::clear_failures`].
+    Every(Call),
+}
+
+/// How often each call was made, and what they cost together.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct CallCounts {
+    counts: [u64; Call::ALL.len()],
+    /// The price of all calls, in nanoseconds.
+    pub nanos: u64,
+}
+
+impl CallCounts {
+    /// How often `call` was made.
+    #[must_use]
+    pub fn of(&self, call: Call) -> u64 {
+        self.counts[call as usize]
+    }
+
+    /// How many calls were made in all.
+    #[must_use]
+    pub fn total(&self) -> u64 {
+        self.counts.iter().sum()
+    }
+}
+
+/// The simulated device.
+#[derive(Debug)]
+pub struct SimDriver {
+    config: SimConfig,
+    state: Mutex<State>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    plain: BTreeMap<u64, u64>,
+    ranges: BTreeMap<u64, u64>,
+    pages: BTreeMap<PageHandle, Page>,
+    mappings: BTreeMap<u64, (u64, PageHandle)>,
+    tenants: BTreeMap<u32, u64>,
+    held: u64,
+    events: BTreeMap<EventId, Option<(StreamId, u64)>>,
+    streams: BTreeMap<StreamId, Stream>,
+    nodes: BTreeMap<NodeId, Vec<NodeId>>,
+    handed_out: u64,
+    next_address: u64,
+    placements: VecDeque<(Call, u64, u64)>,
+    failures: Vec<(FailWhen, Fault)>,
+    counts: CallCounts,
+}
+
+#[derive(Debug)]
+struct Page {
+    bytes: u64,
+    mapped: u32,
+}
+
+#[derive(Debug, Default)]
+struct Stream {
+    launched: u64,
+    finished: u64,
+    capture: Option<(u64, BTreeSet<NodeId>)>,
+}
+
+impl SimDriver {
+    /// A device with nothing on it.
+    #[must_use]
+    pub fn new(config: SimConfig) -> Self {
+        Self { config, state: Mutex::default() }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Counts and prices a call, and fails it if the script says so.
+    fn enter(&self, call: Call, bytes: u64) -> DriverResult<MutexGuard<'_, State>> {
+        let mut state = self.state();
+        state.counts.counts[call as usize] += 1;
+        if let Some(fault) = state.scripted_failure(call) {
+            return Err(DriverError { call, fault });
+        }
+        state.counts.nanos += price(call, bytes);
+        Ok(state)
+    }
+
+    // ---- work on streams ----
+
+    /// Queues a piece of work on `stream`; it is unfinished until told otherwise. On a stream that
+    /// is being captured the work becomes a node of the graph and never runs.
+    pub fn launch(&self, stream: StreamId) {
+        let mut state = self.state();
+        let node = NodeId(state.fresh_handle());
+        let entry = state.streams.entry(stream).or_default();
+        match &mut entry.capture {
+            None => entry.launched += 1,
+            Some((_, terminals)) => {
+                let follows = std::mem::replace(terminals, BTreeSet::from([node]));
+                state.nodes.insert(node, follows.into_iter().collect());
+            }
+        }
+    }
+
+    /// Finishes all work queued on `stream`.
+    pub fn finish(&self, stream: StreamId) {
+        if let Some(stream) = self.state().streams.get_mut(&stream) {
+            stream.finished = stream.launched;
+        }
+    }
+
+    /// Finishes the oldest unfinished piece of work on `stream`; false if there was none.
+    pub fn finish_one(&self, stream: StreamId) -> bool {
+        match self.state().streams.get_mut(&stream) {
+            Some(stream) if stream.finished < stream.launched => {
+                stream.finished += 1;
+                true
+            }
+            _ => false,
+        }
+    }
+
+    /// Finishes all work on all streams.
+    pub fn finish_all(&self) {
+        self.state().finish_all();
+    }
+
+    /// Starts capturing `stream` into a new graph.
+    pub fn begin_capture(&self, stream: StreamId) {
+        let mut state = self.state();
+        let id = state.fresh_handle();
+        state.streams.entry(stream).or_default().capture = Some((id, BTreeSet::new()));
+    }
+
+    /// Makes later work on `waiter` follow the work queued on `other`. A waiter that was not being
+    /// captured joins the other's capture.
+    pub fn wait_for(&self, waiter: StreamId, other: StreamId) {
+        let mut state = self.state();
+        let joined = state.streams.get(&other).and_then(|stream| stream.capture.clone());
+        if let Some((id, nodes)) = joined {
+            let waiter = state.streams.entry(waiter).or_default();
+            waiter.capture.get_or_insert((id, BTreeSet::new())).1.extend(nodes);
+        }
+    }
+
+    /// Ends the capture that `stream` belongs to, on every stream that joined it.
+    pub fn end_capture(&self, stream: StreamId) {
+        let mut state = self.state();
+        let Some((id, _)) = state.streams.get(&stream).and_then(|stream| stream.capture.clone())
+        else {
+            return;
+        };
+        for stream in state.streams.values_mut() {
+            stream.capture.take_if(|(capture, _)| *capture == id);
+        }
+        state.nodes.clear();
+    }
+
+    // ---- other tenants ----
+
+    /// Sets how much another tenant of the device holds; false, and nothing changes, if the device
+    /// does not have that much.
+    pub fn set_tenant(&self, tenant: u32, bytes: u64) -> bool {
+        let mut state = self.state();
+        let before = state.tenants.get(&tenant).copied().unwrap_or(0);
+        if bytes > before && bytes - before > self.free_bytes(&state) {
+            return false;
+        }
+        state.tenants.insert(tenant, bytes);
+        true
+    }
+
+    fn free_bytes(&self, state: &State) -> u64 {
+        let tenants: u64 = state.tenants.values().sum();
+        self.config.capacity.saturating_sub(state.held).saturating_sub(tenants)
+    }
+
+    /// Bytes held through this driver: plain allocations, and each page once.
+    #[must_use]
+    pub fn held(&self) -> u64 {
+        self.state().held
+    }
+
+    // ---- scripts and counts ----
+
+    /// Scripts a failure.
+    pub fn fail(&self, when: FailWhen, fault: Fault) {
+        self.state().failures.push((when, fault));
+    }
+
+    /// Forgets scripted failures that have not struck.
+    pub fn clear_failures(&self) {
+        self.state().failures.clear();
+    }
+
+    /// The next [`Call::Alloc`] of exactly `bytes` bytes is placed at `address`.
+    pub fn place_alloc(&self, bytes: u64, address: u64) {
+        self.state().placements.push_back((Call::Alloc, bytes, address));
+    }
+
+    /// The next [`Call::Reserve`] is placed at `address`, whatever its size, if that range is clear.
+    pub fn place_reserve(&self, address: u64) {
+        self.state().placements.push_back((Call::Reserve, 0, address));
+    }
+
+    /// Forgets placements that nobody asked for.
+    pub fn clear_placements(&self) {
+        self.state().placements.clear();
+    }
+
+    /// How often each call was made and what they cost.
+    #[must_use]
+    pub fn counts(&self) -> CallCounts {
+        self.state().counts
+    }
+}
+
+impl State {
+    fn fresh_handle(&mut self) -> u64 {
+        self.handed_out += 1;
+        self.handed_out
+    }
+
+    fn scripted_failure(&mut self, call: Call) -> Option<Fault> {
+        let mut struck = None;
+        self.failures.retain_mut(|(when, fault)| {
+            let left = match when {
+                FailWhen::Every(kind) => {
+                    if *kind == call {
+                        struck = Some(*fault);
+                    }
+                    return true;
+                }
+                FailWhen::Nth(kind, left) if *kind == call => left,
+                FailWhen::NthOfAny(left) => left,
+                FailWhen::Nth(..) => return true,
+            };
+            *left = left.saturating_sub(1);
+            if *left == 0 {
+                struck = Some(*fault);
+            }
+            *left > 0
+        });
+        struck
+    }
+
+    /// Where the next range of `bytes` goes: the scripted place if it is clear, else a fresh one.
+    fn place(&mut self, call: Call, bytes: u64) -> u64 {
+        let matches = |&(kind, size, _): &(Call, u64, u64)| {
+            kind == call && (call == Call::Reserve || size == bytes)
+        };
+        if let Some(index) = self.placements.iter().position(matches) {
+            let (_, _, address) = self.placements.remove(index).expect("a placement just found");
+            if self.is_clear(address..address.saturating_add(bytes)) {
+                return address;
+            }
+        }
+        let address = self.next_address.max(OWN_ADDRESSES);
+        let span = round_up(bytes, 2 * MIB).unwrap_or(u64::MAX);
+        self.next_address = address.saturating_add(span);
+        address
+    }
+
+    fn is_clear(&self, range: Range<u64>) -> bool {
+        let clear_in = |map: &BTreeMap<u64, u64>| {
+            map.range(..range.end)
+                .next_back()
+                .is_none_or(|(&start, &bytes)| start.saturating_add(bytes) <= range.start)
+        };
+        clear_in(&self.plain) && clear_in(&self.ranges)
+    }
+
+    /// The reserved range that holds all of `range`.
+    fn is_reserved(&self, range: &Range<u64>) -> bool {
+        self.ranges
+            .range(..=range.start)
+            .next_back()
+            .is_some_and(|(&start, &bytes)| range.end <= start.saturating_add(bytes))
+    }
+
+    /// The mappings that make up `range` exactly, in order; `None` if they do not.
+    fn pages_of(&self, range: Range<u64>) -> Option<Vec<(u64, u64, PageHandle)>> {
+        let mut at = range.start;
+        let mut found = Vec::new();
+        for (&address, &(bytes, page)) in self.mappings.range(range.clone()) {
+            if address != at {
+                return None;
+            }
+            found.push((address, bytes, page));
+            at += bytes;
+        }
+        (at == range.end && !found.is_empty()).then_some(found)
+    }
+
+    fn finish_all(&mut self) {
+        for stream in self.streams.values_mut() {
+            stream.finished = stream.launched;
+        }
+    }
+
+    /// Waiting and querying are illegal while anything is being captured.
+    fn refuse_during_capture(&self, call: Call) -> DriverResult<()> {
+        if self.streams.values().any(|stream| stream.capture.is_some()) {
+            return Err(DriverError { call, fault: CAPTURE_UNSUPPORTED });
+        }
+        Ok(())
+    }
+}
+
+fn invalid<T>(call: Call) -> DriverResult<T> {
+    Err(DriverError { call, fault: INVALID_VALUE })
+}
+
+impl Driver for SimDriver {
+    fn properties(&self) -> Properties {
+        let SimConfig { device, capacity, granularity } = self.config;
+        Properties { device, total: capacity, granularity }
+    }
+
+    fn memory_info(&self) -> DriverResult<MemoryInfo> {
+        let state = self.enter(Call::MemoryInfo, 0)?;
+        Ok(MemoryInfo { free: self.free_bytes(&state), total: self.config.capacity })
+    }
+
+    fn alloc(&self, bytes: u64) -> DriverResult<u64> {
+        let call = Call::Alloc;
+        let mut state = self.enter(call, bytes)?;
+        if bytes == 0 {
+            return invalid(call);
+        }
+        if bytes > self.free_bytes(&state) {
+            return Err(DriverError { call, fault: Fault::OutOfMemory });
+        }
+        let address = state.place(call, bytes);
+        state.plain.insert(address, bytes);
+        state.held += bytes;
+        Ok(address)
+    }
+
+    fn free(&self, address: u64) -> DriverResult<()> {
+        let bytes = self.state().plain.get(&address).copied().unwrap_or(0);
+        let mut state = self.enter(Call::Free, bytes)?;
+        state.refuse_during_capture(Call::Free)?;
+        let Some(bytes) = state.plain.remove(&address) else {
+            return invalid(Call::Free);
+        };
+        state.held -= bytes;
+        state.finish_all();
+        Ok(())
+    }
+
+    fn reserve(&self, bytes: u64) -> DriverResult<u64> {
+        let mut state = self.enter(Call::Reserve, bytes)?;
+        if bytes == 0 || !bytes.is_multiple_of(self.config.granularity) {
+            return invalid(Call::Reserve);
+        }
+        let address = state.place(Call::Reserve, bytes);
+        state.ranges.insert(address, bytes);
+        Ok(address)
+    }
+
+    fn unreserve(&self, address: u64, bytes: u64) -> DriverResult<()> {
+        let mut state = self.enter(Call::Unreserve, bytes)?;
+        let empty = state.mappings.range(address..address.saturating_add(bytes)).next().is_none();
+        if !empty || state.ranges.get(&address) != Some(&bytes) {
+            return invalid(Call::Unreserve);
+        }
+        state.ranges.remove(&address);
+        Ok(())
+    }
+
+    fn create(&self, bytes: u64) -> DriverResult<PageHandle> {
+        let call = Call::Create;
+        let mut state = self.enter(call, bytes)?;
+        if bytes == 0 || !bytes.is_multiple_of(self.config.granularity) {
+            return invalid(call);
+        }
+        if bytes > self.free_bytes(&state) {
+            return Err(DriverError { call, fault: Fault::OutOfMemory });
+        }
+        let page = PageHandle(state.fresh_handle());
+        state.pages.insert(page, Page { bytes, mapped: 0 });
+        state.held += bytes;
+        Ok(page)
+    }
+
+    fn release(&self, page: PageHandle) -> DriverResult<()> {
+        let bytes = self.state().pages.get(&page).map_or(0, |page| page.bytes);
+        let mut state = self.enter(Call::Release, bytes)?;
+        match state.pages.get(&page) {
+            Some(Page { mapped: 0, .. }) => {
+                state.pages.remove(&page);
+                state.held -= bytes;
+                Ok(())
+            }
+            _ => invalid(Call::Release),
+        }
+    }
+
+    fn map(&self, address: u64, bytes: u64, page: PageHandle) -> DriverResult<()> {
+        let mut state = self.enter(Call::Map, bytes)?;
+        let range = address..address.saturating_add(bytes);
+        let overlaps = state
+            .mappings
+            .range(..range.end)
+            .next_back()
+            .is_some_and(|(&start, &(bytes, _))| start + bytes > range.start);
+        let aligned = address.is_multiple_of(self.config.granularity);
+        if overlaps || !aligned || !state.is_reserved(&range) {
+            return invalid(Call::Map);
+        }
+        match state.pages.get_mut(&page) {
+            Some(known) if known.bytes == bytes => known.mapped += 1,
+            _ => return invalid(Call::Map),
+        }
+        state.mappings.insert(address, (bytes, page));
+        Ok(())
+    }
+
+    fn set_access(&self, address: u64, bytes: u64) -> DriverResult<()> {
+        let mut state = self.enter(Call::SetAccess, 0)?;
+        let Some(pages) = state.pages_of(address..address.saturating_add(bytes)) else {
+            return invalid(Call::SetAccess);
+        };
+        // `enter` charged one page of the smallest size; charge each page its own price instead.
+        let prices: u64 = pages.iter().map(|&(_, bytes, _)| price(Call::SetAccess, bytes)).sum();
+        state.counts.nanos += prices - price(Call::SetAccess, 0);
+        Ok(())
+    }
+
+    fn unmap(&self, address: u64, bytes: u64) -> DriverResult<()> {
+        let mut state = self.enter(Call::Unmap, 0)?;
+        let Some(pages) = state.pages_of(address..address.saturating_add(bytes)) else {
+            return invalid(Call::Unmap);
+        };
+        let prices: u64 = pages.iter().map(|&(_, bytes, _)| price(Call::Unmap, bytes)).sum();
+        state.counts.nanos = state.counts.nanos + prices - price(Call::Unmap, 0);
+        for (address, _, page) in pages {
+            state.mappings.remove(&address);
+            if let Some(page) = state.pages.get_mut(&page) {
+                page.mapped -= 1;
+            }
+        }
+        Ok(())
+    }
+
+    fn event_create(&self) -> DriverResult<EventId> {
+        let mut state = self.enter(Call::EventCreate, 0)?;
+        let event = EventId(state.fresh_handle());
+        state.events.insert(event, None);
+        Ok(event)
+    }
+
+    fn event_destroy(&self, event: EventId) -> DriverResult<()> {
+        let mut state = self.enter(Call::EventDestroy, 0)?;
+        match state.events.remove(&event) {
+            Some(_) => Ok(()),
+            None => invalid(Call::EventDestroy),
+        }
+    }
+
+    fn event_record(&self, event: EventId, stream: StreamId) -> DriverResult<()> {
+        let mut state = self.enter(Call::EventRecord, 0)?;
+        let launched = state.streams.entry(stream).or_default().launched;
+        match state.events.get_mut(&event) {
+            Some(mark) => {
+                *mark = Some((stream, launched));
+                Ok(())
+            }
+            None => invalid(Call::EventRecord),
+        }
+    }
+
+    fn event_query(&self, event: EventId) -> DriverResult<bool> {
+        let state = self.enter(Call::EventQuery, 0)?;
+        state.refuse_during_capture(Call::EventQuery)?;
+        match state.events.get(&event) {
+            Some(None) => Ok(true),
+            Some(Some((stream, launched))) => {
+                Ok(state.streams.get(stream).is_none_or(|stream| stream.finished >= *launched))
+            }
+            None => invalid(Call::EventQuery),
+        }
+    }
+
+    fn event_synchronize(&self, event: EventId) -> DriverResult<()> {
+        let mut state = self.enter(Call::EventSynchronize, 0)?;
+        state.refuse_during_capture(Call::EventSynchronize)?;
+        match state.events.get(&event).copied() {
+            Some(mark) => {
+                if let Some((stream, launched)) = mark
+                    && let Some(stream) = state.streams.get_mut(&stream)
+                {
+                    stream.finished = stream.finished.max(launched);
+                }
+                Ok(())
+            }
+            None => invalid(Call::EventSynchronize),
+        }
+    }
+
+    fn stream_synchronize(&self, stream: StreamId) -> DriverResult<()> {
+        let mut state = self.enter(Call::StreamSynchronize, 0)?;
+        state.refuse_during_capture(Call::StreamSynchronize)?;
+        if let Some(stream) = state.streams.get_mut(&stream) {
+            stream.finished = stream.launched;
+        }
+        Ok(())
+    }
+
+    fn capture(&self, stream: StreamId) -> DriverResult<Option<Capture>> {
+        let state = self.enter(Call::Capture, 0)?;
+        Ok(state.streams.get(&stream).and_then(|stream| {
+            let (id, terminals) = stream.capture.as_ref()?;
+            Some(Capture { id: *id, terminals: terminals.iter().copied().collect() })
+        }))
+    }
+
+    fn dependencies(&self, node: NodeId) -> DriverResult<Vec<NodeId>> {
+        let state = self.enter(Call::Dependencies, 0)?;
+        match state.nodes.get(&node) {
+            Some(follows) => Ok(follows.clone()),
+            None => invalid(Call::Dependencies),
+        }
+    }
+}

@@ -1,0 +1,362 @@
+//! The front door: one engine per device.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use rustc_hash::FxHashMap;
+
+use crate::block::BlockTable;
+use crate::check::Violation;
+use crate::clock::{Clock, VirtualClock};
+use crate::driver::{Driver, DriverError, StreamId};
+use crate::error::{AddressError, AllocError, FractionError, PoolError};
+use crate::history::{Context, Entry, History};
+use crate::ladder::Ladder;
+use crate::locked::{Locked, State};
+use crate::options::{NotOurs, Options, OptionsError};
+use crate::pages::PageTable;
+use crate::pending::Pending;
+use crate::policy::Policy;
+use crate::pool::{PoolId, PoolTable};
+use crate::private::StreamFilter;
+use crate::segment::SegmentTable;
+use crate::snapshot::Snapshot;
+use crate::stats::{Counters, Lanes, Stats};
+
+/// A caching allocator over one device. `Send` and `Sync`; every method may be called from any
+/// thread.
+///
+/// ```
+/// use cushion_core::{Engine, SimConfig, SimDriver, StreamId};
+///
+/// let gpu = Engine::new(SimDriver::new(SimConfig::with_capacity(1 << 30)));
+/// let address = gpu.alloc(3 << 20, StreamId(0))?;
+/// assert_eq!(gpu.stats().reserved_bytes.all.current, 20 << 20);
+/// gpu.free(address)?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Debug)]
+pub struct Engine<D: Driver> {
+    driver: D,
+    clock: Arc<dyn Clock>,
+    device_total: u64,
+    counters: Counters,
+    lanes: Lanes,
+    state: Mutex<State>,
+}
+
+/// How to build an [`Engine`] that is not the default one.
+#[derive(Debug, Clone)]
+pub struct EngineConfig {
+    /// The options, among them the policy.
+    pub options: Options,
+    /// The ladder.
+    pub ladder: Ladder,
+    /// The clock of history, budgets and backoff.
+    pub clock: Arc<dyn Clock>,
+}
+
+impl Default for EngineConfig {
+    fn default() -> Self {
+        let clock = Arc::new(VirtualClock::new());
+        Self { options: Options::default(), ladder: Ladder::Graceful, clock }
+    }
+}
+
+impl<D: Driver> Engine<D> {
+    /// An engine with default options.
+    pub fn new(driver: D) -> Self {
+        Self::with_config(driver, EngineConfig::default())
+    }
+
+    /// An engine as configured. The device is not touched.
+    pub fn with_config(driver: D, config: EngineConfig) -> Self {
+        let EngineConfig { options, ladder, clock } = config;
+        let device_total = driver.properties().total;
+        let counters = Counters::default();
+        counters.max_split_size.set(options.max_split_size.unwrap_or(u64::MAX));
+        let limit = limit_of(options.per_process_memory_fraction, device_total);
+        let state = State {
+            options,
+            ladder,
+            blocks: BlockTable::default(),
+            segments: SegmentTable::default(),
+            pools: PoolTable::new(),
+            pages: PageTable::default(),
+            live: FxHashMap::default(),
+            pending: Pending::default(),
+            recording: Vec::new(),
+            limit,
+            history: History::default(),
+            pages_counted: [0; 2],
+        };
+        let state = Mutex::new(state);
+        Self { driver, clock, device_total, counters, lanes: Lanes::default(), state }
+    }
+
+    /// Runs `f` with the lock held. A panic in another thread while it held the lock does not make
+    /// every later free fail.
+    fn locked<T>(&self, f: impl FnOnce(Locked<'_, D>) -> T) -> T {
+        let mut state = self.lock();
+        f(Locked {
+            state: &mut state,
+            driver: &self.driver,
+            clock: &*self.clock,
+            counters: &self.counters,
+            lanes: &self.lanes,
+            device_total: self.device_total,
+        })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    // ---- memory ----
+
+    /// Memory for `bytes` bytes, ready to use on `stream`. Zero bytes give the null address, which
+    /// need not be freed.
+    pub fn alloc(&self, bytes: u64, stream: StreamId) -> Result<u64, AllocError> {
+        self.alloc_for(bytes, stream, Context::NONE)
+    }
+
+    /// As [`alloc`](Self::alloc), with a tag for history and snapshots.
+    pub fn alloc_for(
+        &self,
+        bytes: u64,
+        stream: StreamId,
+        context: Context,
+    ) -> Result<u64, AllocError> {
+        if bytes == 0 {
+            return Ok(0);
+        }
+        self.locked(|mut engine| engine.alloc(bytes, stream, context))
+    }
+
+    /// Gives back what [`alloc`](Self::alloc) gave. The memory is reused on its own stream at once,
+    /// and not before every stream noted by [`record_stream`](Self::record_stream) is done with it.
+    pub fn free(&self, address: u64) -> Result<(), AddressError> {
+        self.free_for(address, Context::NONE)
+    }
+
+    /// As [`free`](Self::free), with a tag for history.
+    pub fn free_for(&self, address: u64, context: Context) -> Result<(), AddressError> {
+        if address == 0 {
+            return Ok(());
+        }
+        self.locked(|mut engine| engine.free(address, context))
+    }
+
+    /// Notes that work on `stream` uses the allocation at `address`.
+    pub fn record_stream(&self, address: u64, stream: StreamId) -> Result<(), AddressError> {
+        self.locked(|mut engine| engine.record_stream(address, stream))
+    }
+
+    /// The size of the block behind a live allocation, and what was asked for.
+    #[must_use]
+    pub fn size_of(&self, address: u64) -> Option<(u64, u64)> {
+        let state = self.lock();
+        let block = &state.blocks[*state.live.get(&address)?];
+        Some((block.size, block.requested))
+    }
+
+    /// Frees what other streams are done with. Allocations do this themselves.
+    pub fn process_events(&self) -> Result<(), DriverError> {
+        self.locked(
+            |mut engine| {
+                if engine.is_recording() { Ok(()) } else { engine.process_events() }
+            },
+        )
+    }
+
+    /// Gives everything cached back to the driver; waits for pending frees first.
+    pub fn empty_cache(&self) -> Result<(), DriverError> {
+        self.empty_cache_of(PoolId::DEFAULT)
+    }
+
+    /// As [`empty_cache`](Self::empty_cache), for one private pool that nobody uses any more.
+    pub fn empty_cache_of(&self, pool: PoolId) -> Result<(), DriverError> {
+        self.locked(|mut engine| engine.give_back_cached(pool, Context::NONE))
+    }
+
+    // ---- private pools ----
+
+    /// Makes a private pool, or adds a use to one.
+    pub fn create_pool(&self, pool: PoolId) -> Result<(), PoolError> {
+        self.locked(|mut engine| engine.use_pool(pool))
+    }
+
+    /// From now on, allocations of the streams that `filter` accepts go to `pool`, which is made if
+    /// need be and has one more use. The latest begun wins.
+    pub fn begin_allocate_to_pool(
+        &self,
+        pool: PoolId,
+        filter: StreamFilter,
+    ) -> Result<(), PoolError> {
+        self.locked(|mut engine| engine.begin_pool(pool, filter))
+    }
+
+    /// Allocations go to `pool` no longer.
+    pub fn end_allocate_to_pool(&self, pool: PoolId) -> Result<(), PoolError> {
+        self.locked(|mut engine| engine.end_pool(pool))
+    }
+
+    /// Takes one use from `pool`. At the last its memory may be given back.
+    pub fn release_pool(&self, pool: PoolId) -> Result<(), PoolError> {
+        self.locked(|mut engine| engine.release_pool(pool))
+    }
+
+    /// How many uses a private pool has.
+    pub fn pool_uses(&self, pool: PoolId) -> Result<u32, PoolError> {
+        let state = self.lock();
+        state.pools.private.get(&pool).map(|pool| pool.uses).ok_or(PoolError::Unknown(pool))
+    }
+
+    /// Whether free blocks of `pool` may serve the default pool when memory runs out.
+    pub fn set_use_on_oom(&self, pool: PoolId, allow: bool) -> Result<(), PoolError> {
+        let mut state = self.lock();
+        if !state.pools.private.contains_key(&pool) {
+            return Err(PoolError::Unknown(pool));
+        }
+        if allow {
+            state.pools.use_on_oom.insert(pool);
+        } else {
+            state.pools.use_on_oom.remove(&pool);
+        }
+        Ok(())
+    }
+
+    /// Blocks of `pool` are not split from now on.
+    pub fn set_no_split(&self, pool: PoolId) -> Result<(), PoolError> {
+        let mut state = self.lock();
+        let private = state.pools.private.get_mut(&pool).ok_or(PoolError::Unknown(pool))?;
+        private.no_split = true;
+        Ok(())
+    }
+
+    // ---- options and limits ----
+
+    /// Applies a `PYTORCH_CUDA_ALLOC_CONF` string; on error nothing changes. Returns the keys that
+    /// are not ours.
+    pub fn configure(&self, conf: &str) -> Result<Vec<NotOurs>, OptionsError> {
+        let mut state = self.lock();
+        let fraction = state.options.per_process_memory_fraction;
+        let not_ours = state.options.apply(conf)?;
+        let options = &state.options;
+        self.counters.max_split_size.set(options.max_split_size.unwrap_or(u64::MAX));
+        let most = options.max_split_size.unwrap_or(u64::MAX);
+        let oversize = |size: u64| size >= most;
+        let (allocations, segments) = (
+            state.live.values().filter(|&&id| oversize(state.blocks[id].size)).count(),
+            state.segments.iter().filter(|(_, s)| s.is_plain() && oversize(s.size)).count(),
+        );
+        self.counters.oversize_allocations.set_current(allocations as u64);
+        self.counters.oversize_segments.set_current(segments as u64);
+        if fraction.to_bits() != options.per_process_memory_fraction.to_bits() {
+            state.limit = limit_of(options.per_process_memory_fraction, self.device_total);
+        }
+        Ok(not_ours)
+    }
+
+    /// The options in force.
+    #[must_use]
+    pub fn options(&self) -> Options {
+        self.lock().options.clone()
+    }
+
+    /// The policy in force.
+    #[must_use]
+    pub fn policy(&self) -> Policy {
+        self.lock().policy()
+    }
+
+    /// Limits this engine to a fraction of the device; 1 takes the limit away.
+    pub fn set_memory_fraction(&self, fraction: f64) -> Result<(), FractionError> {
+        if !(0.0..=1.0).contains(&fraction) {
+            return Err(FractionError(fraction));
+        }
+        self.lock().limit = limit_of(fraction, self.device_total);
+        Ok(())
+    }
+
+    /// Limits this engine to so many bytes.
+    pub fn set_memory_limit(&self, limit: Option<u64>) {
+        self.lock().limit = limit;
+    }
+
+    /// The fraction of the device that this engine may hold.
+    #[must_use]
+    #[expect(clippy::cast_precision_loss, reason = "a fraction of bytes")]
+    pub fn memory_fraction(&self) -> f64 {
+        self.lock().limit.map_or(1.0, |limit| limit as f64 / self.device_total as f64)
+    }
+
+    // ---- figures ----
+
+    /// The figures now. Takes no lock.
+    #[must_use]
+    pub fn stats(&self) -> Stats {
+        self.counters.read(&self.lanes)
+    }
+
+    /// Peaks start again from now.
+    pub fn reset_peak_stats(&self) {
+        let _lock = self.lock();
+        self.counters.reset_peak();
+    }
+
+    /// Totals start again from zero.
+    pub fn reset_accumulated_stats(&self) {
+        let _lock = self.lock();
+        self.counters.reset_accumulated();
+    }
+
+    /// Keeps the last `entries` events from now on; zero turns history off. Forgets what was kept.
+    pub fn record_history(&self, entries: usize) {
+        self.lock().history.restart(entries);
+    }
+
+    /// The events kept, oldest first, and how many were forgotten before them.
+    #[must_use]
+    pub fn history(&self) -> (Vec<Entry>, u64) {
+        self.lock().history.read()
+    }
+
+    /// All segments and blocks now. Each page counts once.
+    #[must_use]
+    pub fn snapshot(&self) -> Snapshot {
+        self.locked(|mut engine| engine.snapshot())
+    }
+
+    /// Checks every structure against every other.
+    pub fn check_invariants(&self) -> Result<(), Violation> {
+        self.locked(|engine| engine.check_invariants())
+    }
+
+    /// The driver underneath.
+    pub fn driver(&self) -> &D {
+        &self.driver
+    }
+}
+
+impl<D: Driver> Drop for Engine<D> {
+    /// Gives back what is cached and the events nobody waits for. Live allocations stay: their
+    /// owners may still use them.
+    fn drop(&mut self) {
+        // Nobody is left to tell of a failure, and nothing depends on it.
+        let _ = self.empty_cache();
+        let idle = self.lock().pending.take_idle();
+        for event in idle {
+            let _ = self.driver.event_destroy(event);
+        }
+    }
+}
+
+#[expect(
+    clippy::cast_precision_loss,
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss,
+    reason = "a fraction between 0 and 1 of a size, truncated as PyTorch does"
+)]
+fn limit_of(fraction: f64, device_total: u64) -> Option<u64> {
+    (fraction < 1.0).then_some((fraction * device_total as f64) as u64)
+}

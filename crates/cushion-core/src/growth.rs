@@ -1,0 +1,190 @@
+//! Getting memory from the driver for a request that no free block serves.
+
+use crate::block::{Block, BlockId, BlockState};
+use crate::driver::{Driver, DriverResult, StreamId};
+use crate::history::{Action, Context};
+use crate::locked::{Locked, State};
+use crate::policy::{Policy, Request, Source};
+use crate::pool::PoolIndex;
+use crate::segment::{Backing, Segment};
+use crate::size::round_up;
+
+impl<D: Driver> Locked<'_, D> {
+    /// A free block for the request out of new memory, in its lane; `None` if memory ran out.
+    pub(crate) fn ask_driver(
+        &mut self,
+        request: &Request,
+        policy: Policy,
+        context: Context,
+    ) -> DriverResult<Option<BlockId>> {
+        let after = self.reserved().checked_add(request.wanted);
+        if self.state.limit.is_some_and(|limit| after.is_none_or(|after| after > limit)) {
+            return Ok(None);
+        }
+        let lane = self.state.pools[request.pool].lane(request.stream);
+        let view = self.state.view(self.device_total);
+        match policy.rules().source(view, lane, request) {
+            Source::Plain(bytes) => self.plain_segment(bytes, request, policy, context),
+            Source::Extend(block) => self.extend(block, request.size, context),
+            Source::Reserve { bytes, page_size } => {
+                let Some(address) = memory_or(self.driver.reserve(bytes))? else {
+                    return Ok(None);
+                };
+                let backing = Backing::Pages { page_size };
+                let id = self.add_segment(address, bytes, request, backing, policy, context);
+                self.state.blocks[id].state = BlockState::Unmapped;
+                let pool = &mut self.state.pools[request.pool];
+                pool.lane_or_new(request.stream, self.lanes).insert_unmapped(address, id);
+                self.extend(id, request.size, context)
+            }
+        }
+    }
+
+    fn plain_segment(
+        &mut self,
+        bytes: u64,
+        request: &Request,
+        policy: Policy,
+        context: Context,
+    ) -> DriverResult<Option<BlockId>> {
+        let Some(address) = memory_or(self.driver.alloc(bytes))? else { return Ok(None) };
+        let id = self.add_segment(address, bytes, request, Backing::Plain, policy, context);
+        self.state.pools[request.pool].lane_or_new(request.stream, self.lanes);
+        self.insert_free(id);
+        let small = request.small;
+        self.counters.segment.increase(small, 1);
+        self.counters.reserved_bytes.increase(small, bytes);
+        if self.is_oversize(bytes) {
+            self.counters.oversize_segments.increase(1);
+        }
+        self.counters.num_device_alloc.add(1);
+        self.record(Action::SegmentAlloc, address, bytes, request, context);
+        Ok(Some(id))
+    }
+
+    /// Enters a segment with one block over all of it, which is in no index yet.
+    fn add_segment(
+        &mut self,
+        address: u64,
+        size: u64,
+        request: &Request,
+        backing: Backing,
+        policy: Policy,
+        context: Context,
+    ) -> BlockId {
+        let &Request { pool, stream, .. } = request;
+        let State { blocks, segments, pools, .. } = &mut *self.state;
+        pools[pool].segments += 1;
+        let segment =
+            segments.insert(Segment { address, size, pool, stream, backing, policy, context });
+        blocks.insert(Block {
+            address,
+            size,
+            requested: 0,
+            prev: None,
+            next: None,
+            segment,
+            pool,
+            stream,
+            state: BlockState::Free,
+            free_since: 0,
+            events: 0,
+            uses: None,
+            context: Context::NONE,
+        })
+    }
+
+    /// Puts pages behind the unmapped blocks from `start` on until a free block of `size` bytes is
+    /// there. Where memory runs out half-way, what was mapped stays as free memory.
+    fn extend(
+        &mut self,
+        start: BlockId,
+        size: u64,
+        context: Context,
+    ) -> DriverResult<Option<BlockId>> {
+        let mut at = start;
+        loop {
+            let block = &self.state.blocks[at];
+            if block.is_free() && block.size >= size {
+                return Ok(Some(at));
+            }
+            let (target, missing) = if block.is_free() {
+                (block.next.expect("room after the block"), size - block.size)
+            } else {
+                (at, size)
+            };
+            let bytes = missing.min(self.state.blocks[target].size);
+            if !self.map_block(target, bytes, context)? {
+                return Ok(None);
+            }
+            at = target;
+        }
+    }
+
+    /// Puts pages behind the first `bytes` bytes of an unmapped block; false if memory ran out.
+    fn map_block(&mut self, id: BlockId, bytes: u64, context: Context) -> DriverResult<bool> {
+        let block = &self.state.blocks[id];
+        let (address, room, pool, stream) = (block.address, block.size, block.pool, block.stream);
+        let Backing::Pages { page_size } = self.state.segments[block.segment].backing else {
+            unreachable!("only pages come and go");
+        };
+        let small = self.state.pools[pool].small;
+        let bytes = round_up(bytes, page_size).expect("the segment has room");
+        let mapped = self.state.pages.map_fresh(self.driver, address, bytes, page_size, small);
+        self.count_pages(small);
+        if memory_or(mapped)?.is_none() {
+            return Ok(false);
+        }
+        let State { blocks, pools, .. } = &mut *self.state;
+        let lane = pools[pool].lane_mut(stream);
+        lane.remove_unmapped(address);
+        if bytes < room {
+            let rest = blocks.split_back(id, bytes);
+            lane.insert_unmapped(address + bytes, rest);
+        }
+        blocks[id].state = BlockState::Free;
+        let (prev, next) = (blocks[id].prev, blocks[id].next);
+        for neighbour in [prev, next].into_iter().flatten() {
+            self.try_merge(id, neighbour, BlockState::Free);
+        }
+        self.insert_free(id);
+        self.counters.num_device_alloc.add(1);
+        self.record_range(Action::SegmentMap, address, bytes, stream, pool, context);
+        Ok(true)
+    }
+
+    /// Brings the figures up to date with the page table.
+    pub(crate) fn count_pages(&mut self, small: bool) {
+        let (held, counted) =
+            (self.state.pages.held(small), &mut self.state.pages_counted[usize::from(small)]);
+        if held > *counted {
+            self.counters.reserved_bytes.increase(small, held - *counted);
+        } else if held < *counted {
+            self.counters.reserved_bytes.decrease(small, *counted - held);
+        }
+        *counted = held;
+    }
+
+    pub(crate) fn record_range(
+        &mut self,
+        action: Action,
+        address: u64,
+        bytes: u64,
+        stream: StreamId,
+        pool: PoolIndex,
+        context: Context,
+    ) {
+        if self.state.history.is_on() {
+            self.push_entry(action, address, bytes, stream, pool, context);
+        }
+    }
+}
+
+/// Tells a shortage apart from a broken driver.
+fn memory_or<T>(result: DriverResult<T>) -> DriverResult<Option<T>> {
+    match result {
+        Ok(value) => Ok(Some(value)),
+        Err(error) if error.is_out_of_memory() => Ok(None),
+        Err(error) => Err(error),
+    }
+}

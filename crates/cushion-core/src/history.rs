@@ -1,0 +1,144 @@
+//! History: a bounded ring of what happened, for snapshots and traces.
+//!
+//! Off by default; then it costs one branch. When full it forgets the oldest entry and counts it:
+//! it never blocks and never grows.
+
+use std::collections::VecDeque;
+use std::time::Duration;
+
+use crate::driver::StreamId;
+use crate::pool::PoolId;
+
+/// An opaque tag the caller gives to an allocation, such as the number of a recorded stack.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default)]
+pub struct Context(pub u64);
+
+impl Context {
+    /// No tag.
+    pub const NONE: Self = Self(0);
+}
+
+/// What happened.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Action {
+    /// A block was handed out.
+    Alloc,
+    /// Its owner gave it back.
+    FreeRequested,
+    /// It is free for reuse.
+    FreeCompleted,
+    /// A plain segment was got from the driver.
+    SegmentAlloc,
+    /// A plain segment was given back.
+    SegmentFree,
+    /// Pages were put behind a range.
+    SegmentMap,
+    /// Pages were taken away from a range.
+    SegmentUnmap,
+    /// A request was refused.
+    OutOfMemory,
+    /// A snapshot was taken.
+    Snapshot,
+}
+
+impl Action {
+    /// The name PyTorch gives it.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Alloc => "alloc",
+            Self::FreeRequested => "free_requested",
+            Self::FreeCompleted => "free_completed",
+            Self::SegmentAlloc => "segment_alloc",
+            Self::SegmentFree => "segment_free",
+            Self::SegmentMap => "segment_map",
+            Self::SegmentUnmap => "segment_unmap",
+            Self::OutOfMemory => "oom",
+            Self::Snapshot => "snapshot",
+        }
+    }
+}
+
+/// One entry of the history.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Entry {
+    /// What happened.
+    pub action: Action,
+    /// Where; for [`Action::OutOfMemory`] the bytes the device had free.
+    pub address: u64,
+    /// How many bytes (of an allocation: as asked for).
+    pub size: u64,
+    /// On which stream.
+    pub stream: StreamId,
+    /// In which pool.
+    pub pool: PoolId,
+    /// When, on the engine's clock.
+    pub time: Duration,
+    /// The caller's tag.
+    pub context: Context,
+}
+
+/// The ring.
+#[derive(Debug, Default)]
+pub(crate) struct History {
+    entries: VecDeque<Entry>,
+    capacity: usize,
+    dropped: u64,
+}
+
+impl History {
+    pub(crate) fn is_on(&self) -> bool {
+        self.capacity > 0
+    }
+
+    /// Starts over with room for `capacity` entries; zero turns history off.
+    pub(crate) fn restart(&mut self, capacity: usize) {
+        *self = Self { capacity, ..Self::default() };
+    }
+
+    pub(crate) fn push(&mut self, entry: Entry) {
+        if self.entries.len() == self.capacity {
+            self.entries.pop_front();
+            self.dropped += 1;
+        }
+        self.entries.push_back(entry);
+    }
+
+    /// The entries, oldest first, and how many were forgotten before them.
+    pub(crate) fn read(&self) -> (Vec<Entry>, u64) {
+        (self.entries.iter().copied().collect(), self.dropped)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn entry(size: u64) -> Entry {
+        Entry {
+            action: Action::Alloc,
+            address: 0,
+            size,
+            stream: StreamId(0),
+            pool: PoolId::DEFAULT,
+            time: Duration::ZERO,
+            context: Context::NONE,
+        }
+    }
+
+    #[test]
+    fn a_full_ring_forgets_the_oldest_and_counts_it() {
+        let mut history = History::default();
+        assert!(!history.is_on());
+        history.restart(3);
+        for size in 0..5 {
+            history.push(entry(size));
+        }
+        let (entries, dropped) = history.read();
+        assert_eq!(entries.iter().map(|e| e.size).collect::<Vec<_>>(), [2, 3, 4]);
+        assert_eq!(dropped, 2);
+        history.restart(0);
+        assert!(!history.is_on());
+        assert_eq!(history.read(), (vec![], 0));
+    }
+}

@@ -1,0 +1,217 @@
+//! Ladders: the ordered steps tried before an allocation is refused.
+//!
+//! A ladder is data: a list of steps, each a rung and what is tried after it. `torch` does what
+//! PyTorch does on a shortage, step by step. `graceful` searches the pool again after every rung
+//! that may have freed something: PyTorch does not, and refuses requests that would fit.
+
+use std::fmt;
+
+use crate::driver::{Driver, DriverResult};
+use crate::error::{AllocError, Shortage};
+use crate::history::{Action, Context};
+use crate::locked::{Found, Locked};
+use crate::policy::{Policy, Request};
+use crate::pool::PoolId;
+
+/// The ladders there are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Ladder {
+    /// What PyTorch does.
+    Torch,
+    /// Ours: the same rungs, each followed by a new search.
+    Graceful,
+}
+
+impl Ladder {
+    /// Its name.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Torch => "torch",
+            Self::Graceful => "graceful",
+        }
+    }
+
+    fn steps(self) -> &'static [Step] {
+        match self {
+            Self::Torch => TORCH,
+            Self::Graceful => GRACEFUL,
+        }
+    }
+}
+
+impl fmt::Display for Ladder {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+/// One way to win memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Rung {
+    /// Give back blocks that have not been used for long, if that is asked for.
+    CollectGarbage,
+    /// Search the private pools that allow it.
+    BorrowFromPools,
+    /// Wait for pending frees.
+    WaitForEvents,
+    /// Give back just enough blocks that are too large to be split.
+    GiveBackOversize,
+    /// Give back everything cached.
+    GiveBackCached,
+}
+
+/// What is tried after a rung.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Then {
+    /// Search the request's own pool.
+    Search,
+    /// Ask the driver for memory.
+    Ask,
+    /// Ask the driver again, counted as a retry.
+    AskAgain,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Step {
+    rung: Rung,
+    then: &'static [Then],
+}
+
+const fn step(rung: Rung, then: &'static [Then]) -> Step {
+    Step { rung, then }
+}
+
+const TORCH: &[Step] = &[
+    step(Rung::CollectGarbage, &[Then::Ask]),
+    step(Rung::BorrowFromPools, &[]),
+    step(Rung::GiveBackOversize, &[Then::Ask]),
+    step(Rung::GiveBackCached, &[Then::AskAgain]),
+];
+
+const GRACEFUL: &[Step] = &[
+    step(Rung::CollectGarbage, &[Then::Ask]),
+    step(Rung::BorrowFromPools, &[]),
+    step(Rung::WaitForEvents, &[Then::Search]),
+    step(Rung::GiveBackOversize, &[Then::Ask]),
+    step(Rung::GiveBackCached, &[Then::Search, Then::AskAgain]),
+];
+
+/// How a rung ended.
+enum Outcome {
+    /// It found a block itself.
+    Served(Found),
+    /// Something changed; what follows is worth trying.
+    Changed,
+    /// Nothing changed, or the rung is illegal now.
+    Nothing,
+}
+
+impl<D: Driver> Locked<'_, D> {
+    /// Gets memory for a request that no free block serves, or refuses it.
+    #[cold]
+    pub(crate) fn climb(
+        &mut self,
+        request: &Request,
+        policy: Policy,
+        context: Context,
+    ) -> Result<Found, AllocError> {
+        for step in self.state.ladder.steps() {
+            match self.try_rung(step.rung, request, context)? {
+                Outcome::Served(found) => return Ok(found),
+                Outcome::Nothing => continue,
+                Outcome::Changed => {}
+            }
+            for then in step.then {
+                let block = match then {
+                    Then::Search => self.search(request, policy),
+                    Then::Ask => self.ask_driver(request, policy, context)?,
+                    Then::AskAgain => {
+                        self.counters.num_alloc_retries.add(1);
+                        self.ask_driver(request, policy, context)?
+                    }
+                };
+                if let Some(block) = block {
+                    return Ok(Found { block, policy });
+                }
+            }
+        }
+        Err(self.refuse(request, context))
+    }
+
+    fn try_rung(
+        &mut self,
+        rung: Rung,
+        request: &Request,
+        context: Context,
+    ) -> DriverResult<Outcome> {
+        let changed = |changed| if changed { Outcome::Changed } else { Outcome::Nothing };
+        // Waiting, and giving memory back, are illegal while a capture may be under way.
+        let capturing = self.is_recording();
+        Ok(match rung {
+            Rung::CollectGarbage => {
+                self.collect_garbage(context)?;
+                // The driver has not been asked yet, so it is worth asking in any case.
+                Outcome::Changed
+            }
+            Rung::BorrowFromPools => match self.borrow_from_pools(request) {
+                Some(found) => Outcome::Served(found),
+                None => Outcome::Nothing,
+            },
+            Rung::WaitForEvents if !capturing => changed(self.synchronize_events(None)?),
+            Rung::GiveBackOversize => changed(self.give_back_oversize(request, context)?),
+            Rung::GiveBackCached if !capturing => {
+                self.give_back_cached(PoolId::DEFAULT, context)?;
+                Outcome::Changed
+            }
+            Rung::WaitForEvents | Rung::GiveBackCached => Outcome::Nothing,
+        })
+    }
+
+    /// Searches the private pools that may help out the default one.
+    fn borrow_from_pools(&mut self, request: &Request) -> Option<Found> {
+        if self.state.pools[request.pool].id != PoolId::DEFAULT {
+            return None;
+        }
+        let pools: Vec<_> = self.state.pools.use_on_oom.iter().copied().collect();
+        pools.into_iter().find_map(|id| {
+            let private = self.state.pools.private.get(&id).filter(|pool| pool.uses > 0)?;
+            let pool = if request.small { private.small } else { private.large };
+            let block = self.search(&Request { pool, ..*request }, Policy::Segments)?;
+            Some(Found { block, policy: Policy::Segments })
+        })
+    }
+
+    fn refuse(&mut self, request: &Request, context: Context) -> AllocError {
+        let device_free = self.driver.memory_info().ok().map(|info| info.free);
+        self.counters.num_ooms.add(1);
+        self.record(Action::OutOfMemory, device_free.unwrap_or(0), request.size, request, context);
+        let shortage = self.shortage(request, device_free);
+        let most = shortage.allowed.unwrap_or(u64::MAX).min(shortage.device_total);
+        if shortage.wanted > most {
+            AllocError::NeverFits(shortage)
+        } else {
+            AllocError::FullNow(shortage)
+        }
+    }
+
+    pub(crate) fn shortage(&self, request: &Request, device_free: Option<u64>) -> Box<Shortage> {
+        let stats = self.counters.read(self.lanes);
+        let private = |lane: &&crate::stats::LaneFigures| lane.pool != PoolId::DEFAULT;
+        Box::new(Shortage {
+            requested: request.requested,
+            wanted: request.wanted,
+            stream: request.stream,
+            pool: self.state.pools[request.pool].id,
+            device_total: self.driver.properties().total,
+            device_free,
+            allowed: self.state.limit,
+            reserved: stats.reserved_bytes.all.current,
+            allocated: stats.allocated_bytes.all.current,
+            pending: stats.active_bytes.all.current - stats.allocated_bytes.all.current,
+            private_free: stats.lanes.iter().filter(private).map(|lane| lane.free_bytes).sum(),
+            largest_free: stats.largest_free_block(),
+            capturing: self.is_recording(),
+        })
+    }
+}

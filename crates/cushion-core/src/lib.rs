@@ -1,0 +1,55 @@
+//! The engine of Cushion: a caching allocator for device memory that knows nothing of CUDA, Python,
+//! files, clocks or the environment. It forbids `unsafe`.
+//!
+//! # The path of one allocation
+//!
+//! 1. `engine.rs`: the front door takes the device's lock.
+//! 2. `size.rs`: the request is rounded; `pool.rs`, `private.rs`: its pool is chosen.
+//! 3. `pending.rs`: if frees wait for other streams, those that are done are completed.
+//! 4. `policy/`: the policy chooses a free block of the pool's lane for the stream. A hit goes to 7.
+//! 5. `ladder.rs`: a miss climbs the ladder; its first step asks the driver,
+//! 6. `growth.rs`: for a plain segment, or for pages; `give_back.rs` gives back what is cached if
+//!    memory ran out.
+//! 7. `locked.rs`: the block is cut to size and handed out; `stats.rs` counts it and `history.rs`
+//!    notes it.
+//!
+//! `ARCHITECTURE.md` tells the same at length, and the life of a free.
+
+#![forbid(unsafe_code)]
+
+pub mod driver;
+pub mod options;
+pub mod size;
+
+mod block;
+mod check;
+mod clock;
+mod engine;
+mod error;
+mod give_back;
+mod growth;
+mod history;
+mod ladder;
+mod locked;
+mod pages;
+mod pending;
+mod policy;
+mod pool;
+mod private;
+mod segment;
+mod snapshot;
+mod stats;
+
+pub use check::Violation;
+pub use clock::{Clock, VirtualClock};
+pub use driver::{CheckedDriver, Driver, DriverError, SimConfig, SimDriver, StreamId};
+pub use engine::{Engine, EngineConfig};
+pub use error::{AddressError, AllocError, FractionError, PoolError, Shortage};
+pub use history::{Action, Context, Entry};
+pub use ladder::Ladder;
+pub use options::Options;
+pub use policy::Policy;
+pub use pool::PoolId;
+pub use private::StreamFilter;
+pub use snapshot::{BlockFigures, BlockUse, SegmentFigures, Snapshot};
+pub use stats::{LaneFigures, Stat, StatArray, Stats};

@@ -1,0 +1,354 @@
+//! The engine while its lock is held: the path of an allocation that finds a free block, and of a
+//! free that nobody waits for. Everything slower is in the files named after it.
+
+use rustc_hash::FxHashMap;
+
+use crate::block::{BlockId, BlockState, BlockTable};
+use crate::clock::Clock;
+use crate::driver::{Driver, StreamId};
+use crate::error::{AddressError, AllocError};
+use crate::history::{Action, Context, Entry, History};
+use crate::ladder::Ladder;
+use crate::options::Options;
+use crate::pages::PageTable;
+use crate::pending::Pending;
+use crate::policy::{Policy, Request, View};
+use crate::pool::{PoolIndex, PoolTable};
+use crate::private::Recording;
+use crate::segment::SegmentTable;
+use crate::size::{block_size, is_small, segment_size};
+use crate::stats::{Counters, Lanes};
+
+/// Everything the lock protects.
+#[derive(Debug)]
+pub(crate) struct State {
+    pub(crate) options: Options,
+    pub(crate) ladder: Ladder,
+    pub(crate) blocks: BlockTable,
+    pub(crate) segments: SegmentTable,
+    pub(crate) pools: PoolTable,
+    pub(crate) pages: PageTable,
+    /// Blocks handed out, by address.
+    pub(crate) live: FxHashMap<u64, BlockId>,
+    pub(crate) pending: Pending,
+    /// Private pools that allocations go to now, the latest last.
+    pub(crate) recording: Vec<Recording>,
+    /// The most this engine may hold, if there is a limit below the device's own.
+    pub(crate) limit: Option<u64>,
+    pub(crate) history: History,
+    /// What of the page table is in the figures already.
+    pub(crate) pages_counted: [u64; 2],
+}
+
+/// The engine, locked.
+#[derive(Debug)]
+pub(crate) struct Locked<'a, D> {
+    pub(crate) state: &'a mut State,
+    pub(crate) driver: &'a D,
+    pub(crate) clock: &'a dyn Clock,
+    pub(crate) counters: &'a Counters,
+    pub(crate) lanes: &'a Lanes,
+    pub(crate) device_total: u64,
+}
+
+/// A free block that will serve a request, and the policy that says whether it is split.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Found {
+    pub(crate) block: BlockId,
+    pub(crate) policy: Policy,
+}
+
+impl State {
+    /// The policy in force.
+    pub(crate) fn policy(&self) -> Policy {
+        if self.options.expandable_segments { Policy::Expandable } else { Policy::Segments }
+    }
+
+    pub(crate) fn view(&self, device_total: u64) -> View<'_> {
+        let Self { blocks, segments, options, .. } = self;
+        View { blocks, segments, options, device_total }
+    }
+}
+
+impl<D: Driver> Locked<'_, D> {
+    // ---- allocation ----
+
+    /// Serves a request; `requested` is not zero.
+    pub(crate) fn alloc(
+        &mut self,
+        requested: u64,
+        stream: StreamId,
+        context: Context,
+    ) -> Result<u64, AllocError> {
+        let request = self.request(requested, stream)?;
+        if self.is_recording() {
+            // Events may not be queried during a capture.
+            if self.state.options.graph_capture_record_stream_reuse {
+                self.free_captured_blocks(stream)?;
+            }
+        } else if !self.state.pending.is_empty() {
+            self.process_events()?;
+        }
+        let policy = self.state.policy();
+        let found = match self.search(&request, policy) {
+            Some(block) => {
+                self.counters.hits.add(1);
+                Found { block, policy }
+            }
+            None => {
+                let found = self.climb(&request, policy, context)?;
+                self.counters.misses.add(1);
+                found
+            }
+        };
+        Ok(self.hand_out(found, &request, context))
+    }
+
+    /// Sizes and pool of a request. What can never fit is refused here, and nothing has changed.
+    fn request(&self, requested: u64, stream: StreamId) -> Result<Request, AllocError> {
+        let options = &self.state.options;
+        let size = block_size(requested, options);
+        let wanted = size.and_then(|size| segment_size(size, options));
+        let small = size.is_some_and(is_small);
+        let request = Request {
+            requested,
+            size: size.unwrap_or(u64::MAX),
+            wanted: wanted.unwrap_or(u64::MAX),
+            stream,
+            pool: self.pool_for(small, stream),
+            small,
+        };
+        if request.wanted > self.device_total {
+            return Err(AllocError::NeverFits(self.shortage(&request, None)));
+        }
+        Ok(request)
+    }
+
+    /// The free block that serves a request, still in its lane.
+    pub(crate) fn search(&mut self, request: &Request, policy: Policy) -> Option<BlockId> {
+        if self.is_collecting_garbage() {
+            self.state.pools[request.pool].searches += 1;
+        }
+        let lane = self.state.pools[request.pool].lane(request.stream)?;
+        policy.rules().choose(self.state.view(self.device_total), lane, request.size)
+    }
+
+    /// Cuts the block to size and hands it out.
+    fn hand_out(&mut self, found: Found, request: &Request, context: Context) -> u64 {
+        let Found { block: id, policy } = found;
+        let view = self.state.view(self.device_total);
+        let block = &view.blocks[id];
+        let (pool, address, whole) = (block.pool, block.address, block.size);
+        let small = self.state.pools[pool].small;
+        let was_split = block.is_split();
+        let plain = view.segments[block.segment].is_plain();
+        let splits = whole > request.size
+            && policy.rules().splits(view, block, request.size, small)
+            && !self.state.pools.is_no_split(pool);
+
+        let State { blocks, pools, .. } = &mut *self.state;
+        let pool = &mut pools[pool];
+        let searches = pool.searches;
+        let lane = pool.lane_mut(request.stream);
+        lane.remove_free(whole, address);
+        let id = if splits {
+            let front = blocks.split_front(id, request.size, BlockState::Live);
+            let rest = &mut blocks[id];
+            rest.free_since = searches;
+            lane.insert_free(rest.size, rest.address, id);
+            if plain && was_split {
+                self.counters.inactive_split_bytes.decrease(small, request.size);
+            } else if plain {
+                self.counters.inactive_split_bytes.increase(small, rest.size);
+                self.counters.inactive_split.increase(small, 1);
+            }
+            front
+        } else {
+            if plain && was_split {
+                self.counters.inactive_split_bytes.decrease(small, whole);
+                self.counters.inactive_split.decrease(small, 1);
+            }
+            id
+        };
+        let block = &mut blocks[id];
+        block.state = BlockState::Live;
+        block.requested = request.requested;
+        block.context = context;
+        let size = block.size;
+        lane.stats().activated(size);
+        self.state.live.insert(address, id);
+
+        self.counters.allocation.increase(small, 1);
+        self.counters.allocated_bytes.increase(small, size);
+        self.counters.active.increase(small, 1);
+        self.counters.active_bytes.increase(small, size);
+        self.counters.requested_bytes.increase(small, request.requested);
+        if self.is_oversize(size) {
+            self.counters.oversize_allocations.increase(1);
+        }
+        self.record_block(Action::Alloc, id, context);
+        address
+    }
+
+    // ---- free ----
+
+    /// Takes a block back from its owner.
+    pub(crate) fn free(&mut self, address: u64, context: Context) -> Result<(), AddressError> {
+        let id = self.state.live.remove(&address).ok_or(AddressError::Unknown { address })?;
+        let block = &mut self.state.blocks[id];
+        block.state = BlockState::Pending;
+        let (size, used_elsewhere) = (block.size, block.uses.is_some());
+        let small = self.state.pools[block.pool].small;
+        self.counters.allocation.decrease(small, 1);
+        self.counters.allocated_bytes.decrease(small, size);
+        if self.is_oversize(size) {
+            self.counters.oversize_allocations.decrease(1);
+        }
+        self.record_block(Action::FreeRequested, id, context);
+        if used_elsewhere {
+            return self
+                .free_when_done(id)
+                .map_err(|source| AddressError::Driver { address, source });
+        }
+        self.complete_free(id);
+        Ok(())
+    }
+
+    /// The block is free for reuse on its stream: merges it with its neighbours.
+    pub(crate) fn complete_free(&mut self, id: BlockId) {
+        self.record_block(Action::FreeCompleted, id, Context::NONE);
+        let block = &self.state.blocks[id];
+        debug_assert!(block.state == BlockState::Pending && block.events == 0);
+        let (size, requested, stream) = (block.size, block.requested, block.stream);
+        let (pool, prev, next) = (block.pool, block.prev, block.next);
+        let plain = self.state.segments[block.segment].is_plain();
+
+        let mut merged_bytes = 0;
+        let mut merged = 0;
+        for neighbour in [prev, next].into_iter().flatten() {
+            if let Some(bytes) = self.try_merge(id, neighbour, BlockState::Free) {
+                merged += 1;
+                merged_bytes += bytes;
+            }
+        }
+        self.insert_free(id);
+        let small = self.state.pools[pool].small;
+        self.state.pools[pool].lane_mut(stream).stats().deactivated(size);
+        if plain {
+            self.count_split_change(id, small, merged, merged_bytes);
+        }
+        self.counters.active.decrease(small, 1);
+        self.counters.active_bytes.decrease(small, size);
+        self.counters.requested_bytes.decrease(small, requested);
+    }
+
+    /// PyTorch counts the change of free split blocks net, so that its totals agree with ours.
+    fn count_split_change(&mut self, id: BlockId, small: bool, merged: u64, merged_bytes: u64) {
+        let block = &self.state.blocks[id];
+        let (count, bytes) = if block.is_split() { (1, block.size) } else { (0, 0) };
+        for (stat, gained, lost) in [
+            (&self.counters.inactive_split, count, merged),
+            (&self.counters.inactive_split_bytes, bytes, merged_bytes),
+        ] {
+            if gained > lost {
+                stat.increase(small, gained - lost);
+            } else if lost > gained {
+                stat.decrease(small, lost - gained);
+            }
+        }
+    }
+
+    /// Lets `into` swallow its neighbour if that one is in `state`; returns the bytes swallowed.
+    /// `into` is in no index at that moment.
+    pub(crate) fn try_merge(
+        &mut self,
+        into: BlockId,
+        neighbour: BlockId,
+        state: BlockState,
+    ) -> Option<u64> {
+        let other = &self.state.blocks[neighbour];
+        if other.state != state {
+            return None;
+        }
+        let (size, address) = (other.size, other.address);
+        let lane = self.state.pools[other.pool].lane_mut(other.stream);
+        match state {
+            BlockState::Free => lane.remove_free(size, address),
+            BlockState::Unmapped => lane.remove_unmapped(address),
+            BlockState::Live | BlockState::Pending => unreachable!("only idle blocks merge"),
+        }
+        self.state.blocks.absorb(into, neighbour);
+        Some(size)
+    }
+
+    /// Puts a block into the free index of its lane.
+    pub(crate) fn insert_free(&mut self, id: BlockId) {
+        let State { blocks, pools, .. } = &mut *self.state;
+        let block = &mut blocks[id];
+        let pool = &mut pools[block.pool];
+        block.state = BlockState::Free;
+        block.free_since = pool.searches;
+        pool.lane_mut(block.stream).insert_free(block.size, block.address, id);
+    }
+
+    // ---- small questions ----
+
+    pub(crate) fn pool_for(&self, small: bool, stream: StreamId) -> PoolIndex {
+        if !self.state.recording.is_empty()
+            && let Some(pool) = self.recorded_pool(small, stream)
+        {
+            return pool;
+        }
+        if small { PoolTable::SMALL } else { PoolTable::LARGE }
+    }
+
+    pub(crate) fn is_oversize(&self, size: u64) -> bool {
+        self.state.options.max_split_size.is_some_and(|limit| size >= limit)
+    }
+
+    pub(crate) fn is_collecting_garbage(&self) -> bool {
+        self.state.limit.is_some() && self.state.options.garbage_collection_threshold > 0.0
+    }
+
+    pub(crate) fn reserved(&self) -> u64 {
+        self.counters.reserved_bytes.current()
+    }
+
+    // ---- history ----
+
+    pub(crate) fn record_block(&mut self, action: Action, id: BlockId, context: Context) {
+        if self.state.history.is_on() {
+            let block = &self.state.blocks[id];
+            let context = if context == Context::NONE { block.context } else { context };
+            let (address, requested) = (block.address, block.requested);
+            self.push_entry(action, address, requested, block.stream, block.pool, context);
+        }
+    }
+
+    pub(crate) fn record(
+        &mut self,
+        action: Action,
+        address: u64,
+        size: u64,
+        request: &Request,
+        context: Context,
+    ) {
+        if self.state.history.is_on() {
+            self.push_entry(action, address, size, request.stream, request.pool, context);
+        }
+    }
+
+    pub(crate) fn push_entry(
+        &mut self,
+        action: Action,
+        address: u64,
+        size: u64,
+        stream: StreamId,
+        pool: PoolIndex,
+        context: Context,
+    ) {
+        let pool = self.state.pools[pool].id;
+        let time = self.clock.now();
+        self.state.history.push(Entry { action, address, size, stream, pool, time, context });
+    }
+}

@@ -1,0 +1,182 @@
+//! The page table: which physical handle is behind which addresses.
+//!
+//! It belongs to the engine, not to a policy. A page may have several addresses; whoever adds up
+//! memory counts it once, here. All paging calls of the driver are made in this file, each with its
+//! way back, so that a call that fails leaves every page accounted for.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use crate::driver::{Driver, DriverResult, PageHandle};
+
+/// Which half of the figures a page counts in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Page {
+    pub(crate) bytes: u64,
+    pub(crate) small: bool,
+    /// At how many addresses it is mapped. A page with none is one the driver would not take back;
+    /// it is held, and offered again.
+    pub(crate) addresses: u32,
+}
+
+/// All pages.
+#[derive(Debug, Default)]
+pub(crate) struct PageTable {
+    pages: BTreeMap<PageHandle, Page>,
+    mapped: BTreeMap<u64, PageHandle>,
+    /// Pages mapped nowhere.
+    stranded: Vec<PageHandle>,
+    /// Mappings that were to be undone, but the driver would not: behind unmapped blocks.
+    stuck: BTreeSet<u64>,
+    held: [u64; 2],
+}
+
+impl PageTable {
+    /// Bytes of all pages of the small or large half, each page once.
+    pub(crate) fn held(&self, small: bool) -> u64 {
+        self.held[usize::from(small)]
+    }
+
+    /// Fills `address..address + bytes` with fresh pages of `page_size`, accessible. On failure
+    /// nothing new is usable there: a page that could not be given back on the way is kept as
+    /// stranded, and one that could not even be unmapped stays where it is and is used next time.
+    pub(crate) fn map_fresh(
+        &mut self,
+        driver: &impl Driver,
+        address: u64,
+        bytes: u64,
+        page_size: u64,
+        small: bool,
+    ) -> DriverResult<()> {
+        debug_assert!(bytes.is_multiple_of(page_size), "whole pages only");
+        let missing: Vec<u64> = (0..bytes / page_size)
+            .map(|index| address + index * page_size)
+            .filter(|at| !self.mapped.contains_key(at))
+            .collect();
+        let mut fresh = Vec::with_capacity(missing.len());
+        let filled = self.fill(driver, &missing, page_size, small, &mut fresh);
+        let Err(error) = filled.and_then(|()| driver.set_access(address, bytes)) else {
+            self.stuck.retain(|at| !(address..address + bytes).contains(at));
+            return Ok(());
+        };
+        for at in missing {
+            if self.mapped.contains_key(&at) {
+                if driver.unmap(at, page_size).is_ok() {
+                    self.note_unmapped(at);
+                } else {
+                    self.stuck.insert(at);
+                }
+            }
+        }
+        fresh.retain(|page| self.pages[page].addresses == 0);
+        self.abandon(driver, fresh);
+        Err(error)
+    }
+
+    /// Creates one page for each address, then maps them. All pages are created first because a
+    /// shortage shows there, and is then cheap to undo.
+    fn fill(
+        &mut self,
+        driver: &impl Driver,
+        addresses: &[u64],
+        page_size: u64,
+        small: bool,
+        fresh: &mut Vec<PageHandle>,
+    ) -> DriverResult<()> {
+        for _ in addresses {
+            let page = driver.create(page_size)?;
+            self.adopt(page, page_size, small);
+            fresh.push(page);
+        }
+        for (&at, &page) in addresses.iter().zip(&*fresh) {
+            driver.map(at, page_size, page)?;
+            self.note_mapped(at, page);
+        }
+        Ok(())
+    }
+
+    /// Unmaps one page and gives it back. `Err` means it is still mapped where it was; a page that
+    /// was unmapped but not taken back is stranded, and that is no error here.
+    pub(crate) fn unmap(&mut self, driver: &impl Driver, address: u64) -> DriverResult<()> {
+        let page = self.mapped[&address];
+        driver.unmap(address, self.pages[&page].bytes)?;
+        self.note_unmapped(address);
+        if self.pages[&page].addresses == 0 {
+            self.abandon(driver, vec![page]);
+        }
+        Ok(())
+    }
+
+    /// Unmaps what is stuck in a range; `Err` if something still is.
+    pub(crate) fn unstick(
+        &mut self,
+        driver: &impl Driver,
+        range: std::ops::Range<u64>,
+    ) -> DriverResult<()> {
+        let stuck: Vec<u64> = self.stuck.range(range).copied().collect();
+        for at in stuck {
+            self.unmap(driver, at)?;
+            self.stuck.remove(&at);
+        }
+        Ok(())
+    }
+
+    /// Whether the mapping at `address` could not be undone.
+    pub(crate) fn is_stuck(&self, address: u64) -> bool {
+        self.stuck.contains(&address)
+    }
+
+    /// Offers stranded pages to the driver again.
+    pub(crate) fn retry_stranded(&mut self, driver: &impl Driver) {
+        if !self.stranded.is_empty() {
+            let stranded = std::mem::take(&mut self.stranded);
+            self.abandon(driver, stranded);
+        }
+    }
+
+    /// Whether a page is mapped at exactly this address, and its size.
+    pub(crate) fn page_at(&self, address: u64) -> Option<u64> {
+        self.mapped.get(&address).map(|page| self.pages[page].bytes)
+    }
+
+    /// Every mapping: address and size.
+    pub(crate) fn mappings(&self) -> impl Iterator<Item = (u64, u64)> {
+        self.mapped.iter().map(|(&address, page)| (address, self.pages[page].bytes))
+    }
+
+    /// Every page, once.
+    pub(crate) fn iter(&self) -> impl Iterator<Item = (PageHandle, &Page)> {
+        self.pages.iter().map(|(&handle, page)| (handle, page))
+    }
+
+    /// How many pages the driver would not take back so far.
+    pub(crate) fn stranded(&self) -> usize {
+        self.stranded.len()
+    }
+
+    fn adopt(&mut self, page: PageHandle, bytes: u64, small: bool) {
+        self.pages.insert(page, Page { bytes, small, addresses: 0 });
+        self.held[usize::from(small)] += bytes;
+    }
+
+    fn note_mapped(&mut self, address: u64, page: PageHandle) {
+        self.mapped.insert(address, page);
+        self.pages.get_mut(&page).expect("a known page").addresses += 1;
+    }
+
+    fn note_unmapped(&mut self, address: u64) {
+        let page = self.mapped.remove(&address).expect("a mapped page");
+        self.pages.get_mut(&page).expect("a known page").addresses -= 1;
+    }
+
+    /// Gives back pages that are mapped nowhere; keeps those the driver refuses.
+    fn abandon(&mut self, driver: &impl Driver, pages: Vec<PageHandle>) {
+        for page in pages {
+            if driver.release(page).is_ok() {
+                let gone = self.pages.remove(&page).expect("a known page");
+                self.held[usize::from(gone.small)] -= gone.bytes;
+            } else {
+                self.stranded.push(page);
+            }
+        }
+    }
+}

@@ -1,0 +1,124 @@
+//! Policies: how memory is laid out and got.
+//!
+//! A policy decides four things, and nothing else in the engine asks which policy it is: which free
+//! block serves a hit, when a block is split, where memory for a miss comes from, and what of a free
+//! block may be given back. The first three are asked of the policy in force; the last of the policy
+//! that made the segment, because the policy can be changed while the engine runs.
+
+mod expandable;
+mod segments;
+
+use std::fmt;
+
+use crate::block::{Block, BlockId, BlockTable};
+use crate::driver::StreamId;
+use crate::options::Options;
+use crate::pool::{Lane, PoolIndex};
+use crate::segment::SegmentTable;
+
+/// The policies there are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Policy {
+    /// PyTorch's classic allocator: plain segments, best fit, split and merge.
+    Segments,
+    /// PyTorch's expandable segments: one growing range per stream and pool.
+    Expandable,
+}
+
+impl Policy {
+    /// Every policy.
+    pub const ALL: [Self; 2] = [Self::Segments, Self::Expandable];
+
+    /// Its name.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Segments => "segments",
+            Self::Expandable => "expandable",
+        }
+    }
+
+    /// Its decisions.
+    pub(crate) fn rules(self) -> &'static dyn Rules {
+        match self {
+            Self::Segments => &segments::Segments,
+            Self::Expandable => &expandable::Expandable,
+        }
+    }
+}
+
+impl fmt::Display for Policy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+/// What a policy may look at.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct View<'a> {
+    pub(crate) blocks: &'a BlockTable,
+    pub(crate) segments: &'a SegmentTable,
+    pub(crate) options: &'a Options,
+    /// Physical memory of the device.
+    pub(crate) device_total: u64,
+}
+
+/// One allocation on its way.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Request {
+    /// What the caller asked for.
+    pub(crate) requested: u64,
+    /// The size of the block that serves it.
+    pub(crate) size: u64,
+    /// What a segment made for it takes from the device.
+    pub(crate) wanted: u64,
+    pub(crate) stream: StreamId,
+    pub(crate) pool: PoolIndex,
+    /// Whether `pool` is a small one.
+    pub(crate) small: bool,
+}
+
+/// Where memory for a miss comes from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Source {
+    /// A plain segment of this size.
+    Plain(u64),
+    /// Pages behind the unmapped blocks that follow (or are) this one.
+    Extend(BlockId),
+    /// Pages behind a newly reserved range.
+    Reserve { bytes: u64, page_size: u64 },
+}
+
+/// What of a free block may be given back.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum GiveBack {
+    /// Nothing.
+    Nothing,
+    /// Its whole plain segment.
+    Segment,
+    /// The pages of `start..end`.
+    Pages { start: u64, end: u64 },
+}
+
+/// The four decisions.
+pub(crate) trait Rules: Sync {
+    /// Which free block of the lane serves a request of this size.
+    fn choose(&self, view: View<'_>, lane: &Lane, size: u64) -> Option<BlockId>;
+
+    /// Whether the rest of `block`, cut to `size`, becomes a block of its own.
+    fn splits(&self, view: View<'_>, block: &Block, size: u64, small: bool) -> bool;
+
+    /// Where memory for a miss comes from.
+    fn source(&self, view: View<'_>, lane: Option<&Lane>, request: &Request) -> Source;
+
+    /// What of `block`, which is free and in a segment this policy made, may be given back.
+    fn give_back(&self, view: View<'_>, block: &Block) -> GiveBack;
+}
+
+/// Whether a block found for a request is too large for it: blocks that must not be split serve
+/// only requests of nearly their size.
+fn is_oversized_for(options: &Options, block: u64, size: u64) -> bool {
+    let Some(max_split) = options.max_split_size else { return false };
+    let rounding = options.max_non_split_rounding.unwrap_or(options.large_segment_size);
+    if size < max_split { block >= max_split } else { block >= size.saturating_add(rounding) }
+}

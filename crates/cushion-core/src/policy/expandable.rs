@@ -1,0 +1,82 @@
+//! `expandable`: PyTorch's expandable segments, to the byte.
+//!
+//! A segment is a reserved range with room for more than the whole device, filled with pages from
+//! its lowest addresses up. A free block that borders on unmapped addresses can grow, so for best
+//! fit it counts as the size it could grow to.
+
+use super::{GiveBack, Request, Rules, Source, View, is_oversized_for};
+use crate::block::{Block, BlockId, BlockState};
+use crate::pool::Lane;
+use crate::segment::Backing;
+use crate::size::{MIN_BLOCK, SMALL_SEGMENT, round_up};
+
+#[derive(Debug)]
+pub(super) struct Expandable;
+
+impl Rules for Expandable {
+    fn choose(&self, view: View<'_>, lane: &Lane, size: u64) -> Option<BlockId> {
+        let mut candidates = lane.at_least(size);
+        let mut best = candidates.next()?;
+        for next in candidates {
+            let grows = !view.segments[view.blocks[best].segment].is_plain();
+            if !grows || grown_size(view, next) >= grown_size(view, best) {
+                break;
+            }
+            best = next;
+        }
+        (!is_oversized_for(view.options, view.blocks[best].size, size)).then_some(best)
+    }
+
+    fn splits(&self, _view: View<'_>, block: &Block, size: u64, _small: bool) -> bool {
+        block.size - size >= MIN_BLOCK
+    }
+
+    fn source(&self, view: View<'_>, lane: Option<&Lane>, request: &Request) -> Source {
+        if let Some(block) = lane.and_then(|lane| lowest_room(view, lane, request.size)) {
+            return Source::Extend(block);
+        }
+        let page_size = if request.small { SMALL_SEGMENT } else { view.options.large_segment_size };
+        // Room for more than the device, so that pages unmapped low down can be used again at the
+        // end.
+        let room = view.device_total.saturating_add(view.device_total / 8);
+        let bytes = round_up(room.max(request.size), page_size).unwrap_or(u64::MAX / 2);
+        Source::Reserve { bytes, page_size }
+    }
+
+    fn give_back(&self, view: View<'_>, block: &Block) -> GiveBack {
+        let segment = &view.segments[block.segment];
+        let Backing::Pages { page_size } = segment.backing else { return GiveBack::Nothing };
+        // Whole pages only, counted from the start of the segment.
+        let offset = |address: u64| address - segment.address;
+        let start = segment.address + offset(block.address).next_multiple_of(page_size);
+        let end = segment.address + offset(block.end()) / page_size * page_size;
+        if start < end { GiveBack::Pages { start, end } } else { GiveBack::Nothing }
+    }
+}
+
+/// The size a free block could grow to by pages behind the unmapped block after it.
+fn grown_size(view: View<'_>, id: BlockId) -> u64 {
+    let block = &view.blocks[id];
+    let room = block.next.map(|next| &view.blocks[next]).filter(|next| !next.is_mapped());
+    block.size + room.map_or(0, |next| next.size)
+}
+
+/// The lowest address from which free and unmapped blocks in a row have room for `size` bytes.
+fn lowest_room(view: View<'_>, lane: &Lane, size: u64) -> Option<BlockId> {
+    let usable =
+        |id: &BlockId| matches!(view.blocks[*id].state, BlockState::Free | BlockState::Unmapped);
+    lane.unmapped()
+        .map(|(_, unmapped)| view.blocks[unmapped].prev.filter(usable).unwrap_or(unmapped))
+        .find(|&start| {
+            let mut room = 0;
+            let mut at = Some(start);
+            while let Some(id) = at.filter(usable) {
+                room += view.blocks[id].size;
+                if room >= size {
+                    return true;
+                }
+                at = view.blocks[id].next;
+            }
+            false
+        })
+}

@@ -1,0 +1,246 @@
+//! Pools and lanes: the free blocks that may serve one kind of request.
+//!
+//! A pool is small or large, and belongs to everybody (the default) or to one private pool (a CUDA
+//! graph's, or the user's own). Its blocks are kept by stream, a *lane* each: memory freed on a
+//! stream may be reused on that stream without waiting, and on no other.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+use std::ops::{Index, IndexMut};
+use std::sync::Arc;
+
+use crate::block::BlockId;
+use crate::driver::StreamId;
+use crate::stats::{LaneStats, Lanes};
+
+/// The name of a private pool, as PyTorch forms it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct PoolId(pub u64, pub u64);
+
+impl PoolId {
+    /// The pool that is nobody's own.
+    pub const DEFAULT: Self = Self(0, 0);
+}
+
+impl fmt::Display for PoolId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "({}, {})", self.0, self.1)
+    }
+}
+
+/// A pool, by its place in the table.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub(crate) struct PoolIndex(u32);
+
+/// The free blocks of one pool on one stream.
+#[derive(Debug)]
+pub(crate) struct Lane {
+    pub(crate) stream: StreamId,
+    /// Free blocks by size, then address: the first that is large enough is the best fit.
+    free: BTreeMap<(u64, u64), BlockId>,
+    /// Unmapped blocks by address.
+    unmapped: BTreeMap<u64, BlockId>,
+    stats: Arc<LaneStats>,
+}
+
+impl Lane {
+    /// Free blocks of at least `size` bytes, best fit first.
+    pub(crate) fn at_least(&self, size: u64) -> impl Iterator<Item = BlockId> {
+        self.free.range((size, 0)..).map(|(_, &id)| id)
+    }
+
+    /// Free blocks smaller than `size` bytes, largest first.
+    pub(crate) fn smaller_than(&self, size: u64) -> impl Iterator<Item = BlockId> {
+        self.free.range(..(size, 0)).rev().map(|(_, &id)| id)
+    }
+
+    /// All free blocks with their keys, smallest first.
+    pub(crate) fn free(&self) -> impl Iterator<Item = (u64, u64, BlockId)> {
+        self.free.iter().map(|(&(size, address), &id)| (size, address, id))
+    }
+
+    /// All unmapped blocks, lowest address first.
+    pub(crate) fn unmapped(&self) -> impl Iterator<Item = (u64, BlockId)> {
+        self.unmapped.iter().map(|(&address, &id)| (address, id))
+    }
+
+    pub(crate) fn insert_free(&mut self, size: u64, address: u64, id: BlockId) {
+        let before = self.free.insert((size, address), id);
+        debug_assert!(before.is_none(), "a block is in the free index once");
+        self.stats.freed(size);
+    }
+
+    pub(crate) fn remove_free(&mut self, size: u64, address: u64) {
+        let removed = self.free.remove(&(size, address));
+        debug_assert!(removed.is_some(), "a free block is in the free index");
+        self.stats.taken(size, || self.free.last_key_value().map_or(0, |(key, _)| key.0));
+    }
+
+    pub(crate) fn insert_unmapped(&mut self, address: u64, id: BlockId) {
+        let before = self.unmapped.insert(address, id);
+        debug_assert!(before.is_none(), "a block is in the unmapped index once");
+    }
+
+    pub(crate) fn remove_unmapped(&mut self, address: u64) {
+        let removed = self.unmapped.remove(&address);
+        debug_assert!(removed.is_some(), "an unmapped block is in the unmapped index");
+    }
+
+    pub(crate) fn stats(&self) -> &LaneStats {
+        &self.stats
+    }
+}
+
+/// One pool.
+#[derive(Debug)]
+pub(crate) struct Pool {
+    pub(crate) id: PoolId,
+    pub(crate) small: bool,
+    /// Searches so far, counted only while garbage collection is on: the clock of block ages.
+    pub(crate) searches: u64,
+    /// Segments made for this pool that are still held.
+    pub(crate) segments: u32,
+    /// By stream.
+    lanes: Vec<Lane>,
+}
+
+impl Pool {
+    pub(crate) fn lane(&self, stream: StreamId) -> Option<&Lane> {
+        self.position(stream).ok().map(|index| &self.lanes[index])
+    }
+
+    /// The lane of a stream that has had memory of this pool before.
+    pub(crate) fn lane_mut(&mut self, stream: StreamId) -> &mut Lane {
+        let index = self.position(stream).expect("the stream has a lane in this pool");
+        &mut self.lanes[index]
+    }
+
+    /// The lane of a stream, made if it is the stream's first use of this pool.
+    pub(crate) fn lane_or_new(&mut self, stream: StreamId, lanes: &Lanes) -> &mut Lane {
+        let index = self.position(stream).unwrap_or_else(|index| {
+            let stats = lanes.open(stream, self.id, self.small);
+            let lane = Lane { stream, free: BTreeMap::new(), unmapped: BTreeMap::new(), stats };
+            self.lanes.insert(index, lane);
+            index
+        });
+        &mut self.lanes[index]
+    }
+
+    /// All lanes, in order of their streams.
+    pub(crate) fn lanes(&self) -> &[Lane] {
+        &self.lanes
+    }
+
+    /// All free blocks, by stream, size and address.
+    pub(crate) fn free_blocks(&self) -> impl Iterator<Item = BlockId> {
+        self.lanes.iter().flat_map(|lane| lane.free().map(|(_, _, id)| id))
+    }
+
+    fn position(&self, stream: StreamId) -> Result<usize, usize> {
+        // Most programs use one stream.
+        if self.lanes.first().is_some_and(|lane| lane.stream == stream) {
+            return Ok(0);
+        }
+        self.lanes.binary_search_by_key(&stream, |lane| lane.stream)
+    }
+}
+
+/// What sets a private pool apart.
+#[derive(Debug)]
+pub(crate) struct PrivatePool {
+    /// How many captures and owners use it. At zero its memory may be given back.
+    pub(crate) uses: u32,
+    pub(crate) small: PoolIndex,
+    pub(crate) large: PoolIndex,
+    /// Its blocks are never split.
+    pub(crate) no_split: bool,
+}
+
+/// All pools.
+#[derive(Debug)]
+pub(crate) struct PoolTable {
+    slots: Vec<Option<Pool>>,
+    vacant: Vec<PoolIndex>,
+    pub(crate) private: BTreeMap<PoolId, PrivatePool>,
+    /// Private pools that may serve the default pool's requests before anything is given back.
+    pub(crate) use_on_oom: BTreeSet<PoolId>,
+}
+
+impl PoolTable {
+    /// The default small pool.
+    pub(crate) const SMALL: PoolIndex = PoolIndex(0);
+    /// The default large pool.
+    pub(crate) const LARGE: PoolIndex = PoolIndex(1);
+
+    pub(crate) fn new() -> Self {
+        let mut table = Self {
+            slots: Vec::new(),
+            vacant: Vec::new(),
+            private: BTreeMap::new(),
+            use_on_oom: BTreeSet::new(),
+        };
+        let small = table.open(PoolId::DEFAULT, true);
+        let large = table.open(PoolId::DEFAULT, false);
+        debug_assert_eq!((small, large), (Self::SMALL, Self::LARGE));
+        table
+    }
+
+    fn open(&mut self, id: PoolId, small: bool) -> PoolIndex {
+        let pool = Some(Pool { id, small, searches: 0, segments: 0, lanes: Vec::new() });
+        match self.vacant.pop() {
+            Some(index) => {
+                self.slots[index.0 as usize] = pool;
+                index
+            }
+            None => {
+                self.slots.push(pool);
+                PoolIndex(u32::try_from(self.slots.len() - 1).expect("fewer than 2^32 pools"))
+            }
+        }
+    }
+
+    /// Makes a private pool with one use.
+    pub(crate) fn open_private(&mut self, id: PoolId) {
+        let (small, large) = (self.open(id, true), self.open(id, false));
+        self.private.insert(id, PrivatePool { uses: 1, small, large, no_split: false });
+    }
+
+    /// Forgets a private pool that holds no segment any more.
+    pub(crate) fn close_private(&mut self, id: PoolId, lanes: &Lanes) {
+        let pool = self.private.remove(&id).expect("a known private pool");
+        self.use_on_oom.remove(&id);
+        for index in [pool.small, pool.large] {
+            let pool = self.slots[index.0 as usize].take().expect("a known pool");
+            for lane in pool.lanes {
+                debug_assert!(lane.free.is_empty() && lane.unmapped.is_empty());
+                lanes.close(&lane.stats);
+            }
+            self.vacant.push(index);
+        }
+    }
+
+    /// Every pool, default first.
+    pub(crate) fn iter(&self) -> impl Iterator<Item = (PoolIndex, &Pool)> {
+        (0_u32..).zip(&self.slots).filter_map(|(id, slot)| Some((PoolIndex(id), slot.as_ref()?)))
+    }
+
+    /// Whether blocks of this pool must stay whole.
+    pub(crate) fn is_no_split(&self, index: PoolIndex) -> bool {
+        index > Self::LARGE
+            && self.private.get(&self[index].id).is_some_and(|private| private.no_split)
+    }
+}
+
+impl Index<PoolIndex> for PoolTable {
+    type Output = Pool;
+
+    fn index(&self, index: PoolIndex) -> &Pool {
+        self.slots[index.0 as usize].as_ref().expect("use of a known pool")
+    }
+}
+
+impl IndexMut<PoolIndex> for PoolTable {
+    fn index_mut(&mut self, index: PoolIndex) -> &mut Pool {
+        self.slots[index.0 as usize].as_mut().expect("use of a known pool")
+    }
+}

@@ -1,0 +1,136 @@
+//! A snapshot: every segment and block at one moment, in plain structs for others to render.
+
+use std::collections::BTreeMap;
+
+use crate::block::{BlockId, BlockState};
+use crate::driver::{Driver, StreamId};
+use crate::history::{Action, Context};
+use crate::locked::Locked;
+use crate::pool::{PoolId, PoolTable};
+
+/// Every segment and block at one moment.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Snapshot {
+    /// Ranges with memory behind them, lowest address first.
+    pub segments: Vec<SegmentFigures>,
+    /// Bytes of physical memory held: plain segments, and each page once.
+    pub reserved: u64,
+}
+
+/// One range of addresses with memory behind all of it. A segment that pages come and go behind is
+/// shown as one range per run of mapped addresses.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct SegmentFigures {
+    /// Where it begins.
+    pub address: u64,
+    /// Its size.
+    pub size: u64,
+    /// The stream it belongs to.
+    pub stream: StreamId,
+    /// The pool it belongs to.
+    pub pool: PoolId,
+    /// Whether it serves small requests.
+    pub small: bool,
+    /// Whether pages are behind it, rather than a plain allocation.
+    pub paged: bool,
+    /// The tag of the request it was made for.
+    pub context: Context,
+    /// Its blocks, in address order.
+    pub blocks: Vec<BlockFigures>,
+}
+
+/// One block.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct BlockFigures {
+    /// Where it begins.
+    pub address: u64,
+    /// Its size.
+    pub size: u64,
+    /// What was last asked for.
+    pub requested: u64,
+    /// What it is used for.
+    pub use_: BlockUse,
+    /// The tag of the request.
+    pub context: Context,
+}
+
+/// What a block is used for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum BlockUse {
+    /// Handed out.
+    Live,
+    /// Given back, waiting for another stream.
+    Pending,
+    /// Free.
+    Free,
+}
+
+impl BlockUse {
+    /// The name PyTorch gives it.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Live => "active_allocated",
+            Self::Pending => "active_pending_free",
+            Self::Free => "inactive",
+        }
+    }
+}
+
+impl<D: Driver> Locked<'_, D> {
+    pub(crate) fn snapshot(&mut self) -> Snapshot {
+        let blocks = &self.state.blocks;
+        let is_mapped = |id: BlockId| blocks[id].is_mapped();
+        let heads: BTreeMap<u64, BlockId> = blocks
+            .iter()
+            .filter(|(id, block)| is_mapped(*id) && !block.prev.is_some_and(is_mapped))
+            .map(|(id, block)| (block.address, id))
+            .collect();
+        let segments = heads.into_values().map(|head| self.segment_from(head)).collect();
+        let snapshot = Snapshot { segments, reserved: self.reserved() };
+        if self.state.history.is_on() {
+            let active: u64 = snapshot
+                .segments
+                .iter()
+                .flat_map(|segment| &segment.blocks)
+                .filter(|block| block.use_ != BlockUse::Free)
+                .map(|block| block.size)
+                .sum();
+            let (stream, context) = (StreamId(0), Context::NONE);
+            self.push_entry(Action::Snapshot, 0, active, stream, PoolTable::LARGE, context);
+        }
+        snapshot
+    }
+
+    fn segment_from(&self, head: BlockId) -> SegmentFigures {
+        let first = &self.state.blocks[head];
+        let segment = &self.state.segments[first.segment];
+        let pool = &self.state.pools[first.pool];
+        let mut blocks = Vec::new();
+        let mut at = Some(head);
+        while let Some(block) = at.map(|id| &self.state.blocks[id]) {
+            let use_ = match block.state {
+                BlockState::Live => BlockUse::Live,
+                BlockState::Pending => BlockUse::Pending,
+                BlockState::Free => BlockUse::Free,
+                BlockState::Unmapped => break,
+            };
+            let &crate::block::Block { address, size, requested, context, .. } = block;
+            blocks.push(BlockFigures { address, size, requested, use_, context });
+            at = block.next;
+        }
+        SegmentFigures {
+            address: first.address,
+            size: blocks.iter().map(|block| block.size).sum(),
+            stream: first.stream,
+            pool: pool.id,
+            small: pool.small,
+            paged: !segment.is_plain(),
+            context: segment.context,
+            blocks,
+        }
+    }
+}

@@ -1,0 +1,533 @@
+//! Statistics: every counter is declared once, in the table below.
+//!
+//! The engine writes them under its lock; anybody may read them at any time without taking it, so
+//! reading never stops an allocation. Each figure read is true; figures read one after the other
+//! may be an allocation apart.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+
+use crate::driver::StreamId;
+use crate::pool::PoolId;
+
+/// Adds without a locked instruction: there is one writer at a time, the holder of the lock.
+fn add(cell: &AtomicU64, amount: u64) -> u64 {
+    let sum = cell.load(Relaxed).wrapping_add(amount);
+    cell.store(sum, Relaxed);
+    sum
+}
+
+fn subtract(cell: &AtomicU64, amount: u64) {
+    cell.store(cell.load(Relaxed).wrapping_sub(amount), Relaxed);
+}
+
+/// One figure over time.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Stat {
+    /// Now.
+    pub current: u64,
+    /// The most there was since the last reset of peaks.
+    pub peak: u64,
+    /// Everything ever added.
+    pub allocated: u64,
+    /// Everything ever taken away.
+    pub freed: u64,
+}
+
+/// One figure, for all pools and by the size of request they serve.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct StatArray {
+    /// All pools.
+    pub all: Stat,
+    /// Small pools.
+    pub small_pool: Stat,
+    /// Large pools.
+    pub large_pool: Stat,
+}
+
+/// The live counterpart of [`Stat`].
+#[derive(Debug, Default)]
+pub(crate) struct LiveStat {
+    current: AtomicU64,
+    peak: AtomicU64,
+    allocated: AtomicU64,
+    freed: AtomicU64,
+}
+
+impl LiveStat {
+    pub(crate) fn increase(&self, amount: u64) {
+        let current = add(&self.current, amount);
+        if current > self.peak.load(Relaxed) {
+            self.peak.store(current, Relaxed);
+        }
+        add(&self.allocated, amount);
+    }
+
+    pub(crate) fn decrease(&self, amount: u64) {
+        subtract(&self.current, amount);
+        add(&self.freed, amount);
+    }
+
+    /// For figures whose meaning changed with an option.
+    pub(crate) fn set_current(&self, value: u64) {
+        let current = self.current.load(Relaxed);
+        if value > current {
+            self.increase(value - current);
+        } else if value < current {
+            self.decrease(current - value);
+        }
+    }
+
+    fn reset_peak(&self) {
+        self.peak.store(self.current.load(Relaxed), Relaxed);
+    }
+
+    fn reset_accumulated(&self) {
+        self.allocated.store(0, Relaxed);
+        self.freed.store(0, Relaxed);
+    }
+
+    fn read(&self) -> Stat {
+        Stat {
+            current: self.current.load(Relaxed),
+            peak: self.peak.load(Relaxed),
+            allocated: self.allocated.load(Relaxed),
+            freed: self.freed.load(Relaxed),
+        }
+    }
+}
+
+/// The live counterpart of [`StatArray`].
+#[derive(Debug, Default)]
+pub(crate) struct LiveStatArray {
+    all: LiveStat,
+    small_pool: LiveStat,
+    large_pool: LiveStat,
+}
+
+impl LiveStatArray {
+    fn half(&self, small: bool) -> &LiveStat {
+        if small { &self.small_pool } else { &self.large_pool }
+    }
+
+    pub(crate) fn increase(&self, small: bool, amount: u64) {
+        self.all.increase(amount);
+        self.half(small).increase(amount);
+    }
+
+    pub(crate) fn decrease(&self, small: bool, amount: u64) {
+        self.all.decrease(amount);
+        self.half(small).decrease(amount);
+    }
+
+    pub(crate) fn current(&self) -> u64 {
+        self.all.current.load(Relaxed)
+    }
+
+    fn each(&self) -> [&LiveStat; 3] {
+        [&self.all, &self.small_pool, &self.large_pool]
+    }
+
+    fn read(&self) -> StatArray {
+        let [all, small_pool, large_pool] = self.each().map(LiveStat::read);
+        StatArray { all, small_pool, large_pool }
+    }
+}
+
+/// A plain count.
+#[derive(Debug, Default)]
+pub(crate) struct LiveCount(AtomicU64);
+
+impl LiveCount {
+    pub(crate) fn add(&self, amount: u64) {
+        add(&self.0, amount);
+    }
+
+    pub(crate) fn set(&self, value: u64) {
+        self.0.store(value, Relaxed);
+    }
+
+    fn read(&self) -> u64 {
+        self.0.load(Relaxed)
+    }
+}
+
+/// Declares every counter once: the live struct, the struct that is read, the flat keys, and what a
+/// reset touches all come from this table.
+macro_rules! counters {
+    (
+        arrays { $($(#[doc = $array_doc:literal])* $array:ident,)* }
+        stats { $($(#[doc = $stat_doc:literal])* $stat:ident,)* }
+        counts { $($(#[doc = $count_doc:literal])* $count:ident,)* }
+        settings { $($(#[doc = $setting_doc:literal])* $setting:ident,)* }
+        ours { $($(#[doc = $our_doc:literal])* $our:ident,)* }
+    ) => {
+        /// The counters the engine writes.
+        #[derive(Debug, Default)]
+        pub(crate) struct Counters {
+            $(pub(crate) $array: LiveStatArray,)*
+            $(pub(crate) $stat: LiveStat,)*
+            $(pub(crate) $count: LiveCount,)*
+            $(pub(crate) $setting: LiveCount,)*
+            $(pub(crate) $our: LiveCount,)*
+        }
+
+        /// All figures of one engine, as read at one moment.
+        #[derive(Debug, Clone, PartialEq, Eq)]
+        #[non_exhaustive]
+        pub struct Stats {
+            $($(#[doc = $array_doc])* pub $array: StatArray,)*
+            $($(#[doc = $stat_doc])* pub $stat: Stat,)*
+            $($(#[doc = $count_doc])* pub $count: u64,)*
+            $($(#[doc = $setting_doc])* pub $setting: u64,)*
+            $($(#[doc = $our_doc])* pub $our: u64,)*
+            /// What each stream has in each pool.
+            pub lanes: Vec<LaneFigures>,
+        }
+
+        impl Counters {
+            pub(crate) fn read(&self, lanes: &Lanes) -> Stats {
+                Stats {
+                    $($array: self.$array.read(),)*
+                    $($stat: self.$stat.read(),)*
+                    $($count: self.$count.read(),)*
+                    $($setting: self.$setting.read(),)*
+                    $($our: self.$our.read(),)*
+                    lanes: lanes.read(),
+                }
+            }
+
+            /// Peaks start again from what is there now. Called under the engine's lock.
+            pub(crate) fn reset_peak(&self) {
+                $(self.$array.each().into_iter().for_each(LiveStat::reset_peak);)*
+                $(self.$stat.reset_peak();)*
+            }
+
+            /// What was added and taken away so far is forgotten. Called under the engine's lock.
+            pub(crate) fn reset_accumulated(&self) {
+                $(self.$array.each().into_iter().for_each(LiveStat::reset_accumulated);)*
+                $(self.$stat.reset_accumulated();)*
+                $(self.$count.set(0);)*
+                $(self.$our.set(0);)*
+            }
+        }
+
+        impl Stats {
+            /// The flat keys of `torch.cuda.memory_stats()` with their values; the value of
+            /// `max_split_size` is -1 where there is no limit.
+            #[must_use]
+            pub fn flat(&self) -> Vec<(String, i64)> {
+                let mut flat = Vec::with_capacity(123);
+                $(flatten_array(&mut flat, stringify!($array), &self.$array);)*
+                $(flatten(&mut flat, stringify!($stat), &self.$stat);)*
+                $(flat.push((stringify!($count).to_owned(), signed(self.$count)));)*
+                $(flat.push((stringify!($setting).to_owned(), signed(self.$setting)));)*
+                flat
+            }
+        }
+    };
+}
+
+counters! {
+    arrays {
+        /// Allocations that their owners have not given back.
+        allocation,
+        /// Plain segments held.
+        segment,
+        /// Blocks live or pending.
+        active,
+        /// Free blocks that share their plain segment with others, and so cannot be given back.
+        inactive_split,
+        /// Bytes of blocks that their owners have not given back.
+        allocated_bytes,
+        /// Bytes of physical memory held from the driver.
+        reserved_bytes,
+        /// Bytes of blocks live or pending.
+        active_bytes,
+        /// Bytes of free blocks that share their plain segment with others.
+        inactive_split_bytes,
+        /// Bytes asked for by callers, until the free has completed.
+        requested_bytes,
+    }
+    stats {
+        /// Allocations at or over the largest size that may be split.
+        oversize_allocations,
+        /// Segments at or over the largest size that may be split.
+        oversize_segments,
+    }
+    counts {
+        /// Requests that were tried again after everything cached was given back.
+        num_alloc_retries,
+        /// Requests refused for want of memory.
+        num_ooms,
+        /// Times all pending events were waited for.
+        num_sync_all_streams,
+        /// Times memory was got from the driver.
+        num_device_alloc,
+        /// Times memory was given back to the driver.
+        num_device_free,
+        /// Requests refused before the driver was asked.
+        num_oom_rejections,
+    }
+    settings {
+        /// The largest size that may be split; `u64::MAX` where there is no limit.
+        max_split_size,
+    }
+    ours {
+        /// Allocations served from memory already held.
+        hits,
+        /// Allocations that needed memory from the driver.
+        misses,
+    }
+}
+
+impl Stats {
+    /// Bytes held but in nobody's use.
+    #[must_use]
+    pub fn cached_bytes(&self) -> u64 {
+        self.reserved_bytes.all.current.saturating_sub(self.active_bytes.all.current)
+    }
+
+    /// The largest free block of any pool on any stream.
+    #[must_use]
+    pub fn largest_free_block(&self) -> u64 {
+        self.lanes.iter().map(|lane| lane.largest_free).max().unwrap_or(0)
+    }
+
+    /// How many free blocks there are.
+    #[must_use]
+    pub fn free_blocks(&self) -> u64 {
+        self.lanes.iter().map(|lane| lane.free_blocks).sum()
+    }
+
+    /// How many blocks there are, free, live or pending.
+    #[must_use]
+    pub fn blocks(&self) -> u64 {
+        self.free_blocks() + self.active.all.current
+    }
+
+    /// Bytes of blocks live or pending on one stream.
+    #[must_use]
+    pub fn stream_bytes(&self, stream: StreamId) -> u64 {
+        self.lanes.iter().filter(|lane| lane.stream == stream).map(|lane| lane.active_bytes).sum()
+    }
+}
+
+fn signed(value: u64) -> i64 {
+    i64::try_from(value).unwrap_or(-1)
+}
+
+fn flatten(flat: &mut Vec<(String, i64)>, name: &str, stat: &Stat) {
+    for (kind, value) in [
+        ("current", stat.current),
+        ("peak", stat.peak),
+        ("allocated", stat.allocated),
+        ("freed", stat.freed),
+    ] {
+        flat.push((format!("{name}.{kind}"), signed(value)));
+    }
+}
+
+fn flatten_array(flat: &mut Vec<(String, i64)>, name: &str, array: &StatArray) {
+    for (pool, stat) in
+        [("all", &array.all), ("small_pool", &array.small_pool), ("large_pool", &array.large_pool)]
+    {
+        flatten(flat, &format!("{name}.{pool}"), stat);
+    }
+}
+
+/// What one stream has in one pool.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct LaneFigures {
+    /// The stream.
+    pub stream: StreamId,
+    /// The private pool, or the default.
+    pub pool: PoolId,
+    /// Whether it is the small half of the pool.
+    pub small: bool,
+    /// Bytes of blocks live or pending.
+    pub active_bytes: u64,
+    /// Bytes of free blocks.
+    pub free_bytes: u64,
+    /// Free blocks.
+    pub free_blocks: u64,
+    /// The largest free block.
+    pub largest_free: u64,
+}
+
+/// The live counterpart of [`LaneFigures`].
+#[derive(Debug, Default)]
+pub(crate) struct LaneStats {
+    open: AtomicBool,
+    stream: AtomicU64,
+    pool: [AtomicU64; 2],
+    small: AtomicBool,
+    active_bytes: AtomicU64,
+    free_bytes: AtomicU64,
+    free_blocks: AtomicU64,
+    largest_free: AtomicU64,
+}
+
+impl LaneStats {
+    /// A block of `size` bytes joined the free index.
+    pub(crate) fn freed(&self, size: u64) {
+        add(&self.free_bytes, size);
+        add(&self.free_blocks, 1);
+        if size > self.largest_free.load(Relaxed) {
+            self.largest_free.store(size, Relaxed);
+        }
+    }
+
+    /// A block of `size` bytes left the free index.
+    pub(crate) fn taken(&self, size: u64, largest_left: impl FnOnce() -> u64) {
+        subtract(&self.free_bytes, size);
+        subtract(&self.free_blocks, 1);
+        if size == self.largest_free.load(Relaxed) {
+            self.largest_free.store(largest_left(), Relaxed);
+        }
+    }
+
+    pub(crate) fn activated(&self, size: u64) {
+        add(&self.active_bytes, size);
+    }
+
+    pub(crate) fn deactivated(&self, size: u64) {
+        subtract(&self.active_bytes, size);
+    }
+
+    pub(crate) fn read(&self) -> LaneFigures {
+        LaneFigures {
+            stream: StreamId(self.stream.load(Relaxed)),
+            pool: PoolId(self.pool[0].load(Relaxed), self.pool[1].load(Relaxed)),
+            small: self.small.load(Relaxed),
+            active_bytes: self.active_bytes.load(Relaxed),
+            free_bytes: self.free_bytes.load(Relaxed),
+            free_blocks: self.free_blocks.load(Relaxed),
+            largest_free: self.largest_free.load(Relaxed),
+        }
+    }
+}
+
+/// Every lane's figures: a list that only grows, so that readers need no lock. Lanes of pools that
+/// are gone are used again, so it grows no longer than the most lanes there ever were at once.
+#[derive(Debug, Default)]
+pub(crate) struct Lanes {
+    first: OnceLock<Box<LaneNode>>,
+    closed: Mutex<Vec<Arc<LaneStats>>>,
+}
+
+#[derive(Debug)]
+struct LaneNode {
+    stats: Arc<LaneStats>,
+    next: OnceLock<Box<LaneNode>>,
+}
+
+impl Lanes {
+    pub(crate) fn open(&self, stream: StreamId, pool: PoolId, small: bool) -> Arc<LaneStats> {
+        let reused = self.closed.lock().unwrap_or_else(PoisonError::into_inner).pop();
+        let stats = reused.unwrap_or_else(|| self.append());
+        stats.stream.store(stream.0, Relaxed);
+        stats.pool[0].store(pool.0, Relaxed);
+        stats.pool[1].store(pool.1, Relaxed);
+        stats.small.store(small, Relaxed);
+        stats.open.store(true, Relaxed);
+        stats
+    }
+
+    /// The lane's pool is gone; all its figures are zero.
+    pub(crate) fn close(&self, stats: &Arc<LaneStats>) {
+        stats.open.store(false, Relaxed);
+        self.closed.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::clone(stats));
+    }
+
+    fn append(&self) -> Arc<LaneStats> {
+        let stats = Arc::new(LaneStats::default());
+        let mut node = Box::new(LaneNode { stats: Arc::clone(&stats), next: OnceLock::new() });
+        let mut end = &self.first;
+        loop {
+            match end.set(node) {
+                Ok(()) => return stats,
+                Err(back) => {
+                    node = back;
+                    end = &end.get().expect("a full cell").next;
+                }
+            }
+        }
+    }
+
+    fn read(&self) -> Vec<LaneFigures> {
+        let mut figures = Vec::new();
+        let mut cell = &self.first;
+        while let Some(node) = cell.get() {
+            if node.stats.open.load(Relaxed) {
+                figures.push(node.stats.read());
+            }
+            cell = &node.next;
+        }
+        figures
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::*;
+
+    #[test]
+    fn flat_keys_are_pytorchs_123() {
+        let stats = Counters::default().read(&Lanes::default());
+        let keys: BTreeSet<_> = stats.flat().into_iter().map(|(key, _)| key).collect();
+        assert_eq!(keys.len(), 123);
+        for key in [
+            "allocation.all.current",
+            "active_bytes.small_pool.peak",
+            "inactive_split_bytes.large_pool.freed",
+            "requested_bytes.all.allocated",
+            "oversize_segments.current",
+            "num_ooms",
+            "num_oom_rejections",
+            "max_split_size",
+        ] {
+            assert!(keys.contains(key), "{key}");
+        }
+    }
+
+    #[test]
+    fn resets_touch_what_pytorchs_touch() {
+        let counters = Counters::default();
+        counters.allocated_bytes.increase(true, 700);
+        counters.allocated_bytes.decrease(true, 500);
+        counters.num_ooms.add(3);
+        let lanes = Lanes::default();
+
+        counters.reset_peak();
+        let stats = counters.read(&lanes);
+        let expected = Stat { current: 200, peak: 200, allocated: 700, freed: 500 };
+        assert_eq!(stats.allocated_bytes.all, expected);
+        assert_eq!(stats.allocated_bytes.small_pool, expected);
+        assert_eq!(stats.num_ooms, 3);
+
+        counters.reset_accumulated();
+        let stats = counters.read(&lanes);
+        assert_eq!(
+            stats.allocated_bytes.all,
+            Stat { current: 200, peak: 200, allocated: 0, freed: 0 }
+        );
+        assert_eq!(stats.num_ooms, 0);
+    }
+
+    #[test]
+    fn closed_lanes_are_used_again() {
+        let lanes = Lanes::default();
+        let first = lanes.open(StreamId(1), PoolId(7, 0), true);
+        lanes.open(StreamId(2), PoolId::DEFAULT, false);
+        assert_eq!(lanes.read().len(), 2);
+        lanes.close(&first);
+        assert_eq!(lanes.read().len(), 1);
+        let again = lanes.open(StreamId(3), PoolId::DEFAULT, true);
+        assert!(Arc::ptr_eq(&first, &again));
+        assert_eq!(lanes.read().len(), 2);
+    }
+}
