@@ -6,6 +6,7 @@
 //! may be under way, in which events may not be queried: such frees are deferred until it has ended.
 
 use std::collections::{BTreeMap, VecDeque};
+use std::ops::Bound;
 
 use rustc_hash::{FxHashMap, FxHashSet};
 
@@ -44,6 +45,11 @@ impl Pending {
     /// Whether nothing waits.
     pub(crate) fn is_empty(&self) -> bool {
         self.events.is_empty() && self.deferred.is_empty()
+    }
+
+    /// The first stream with events beyond `from`.
+    fn next_stream(&self, from: Bound<StreamId>) -> Option<StreamId> {
+        self.events.range((from, Bound::Unbounded)).next().map(|(&stream, _)| stream)
     }
 
     /// How many events each block waits for; blocks with deferred events too.
@@ -137,8 +143,8 @@ impl<D: Driver> Locked<'_, D> {
     /// Frees blocks whose events have finished. Never waits.
     pub(crate) fn process_events(&mut self) -> DriverResult<()> {
         self.record_deferred_events()?;
-        let streams: Vec<StreamId> = self.state.pending.events.keys().copied().collect();
-        for stream in streams {
+        let mut next = self.state.pending.next_stream(Bound::Unbounded);
+        while let Some(stream) = next {
             while let Some(&(event, block)) = self.front_event(stream) {
                 if !self.driver.event_query(event)? {
                     break;
@@ -146,6 +152,7 @@ impl<D: Driver> Locked<'_, D> {
                 self.pop_event(stream, 0);
                 self.event_finished(event, block);
             }
+            next = self.state.pending.next_stream(Bound::Excluded(stream));
         }
         Ok(())
     }
@@ -156,8 +163,8 @@ impl<D: Driver> Locked<'_, D> {
         self.counters.num_sync_all_streams.add(1);
         let waited = !self.state.pending.is_empty();
         self.record_deferred_events()?;
-        let streams: Vec<StreamId> = self.state.pending.events.keys().copied().collect();
-        for stream in streams {
+        let mut next = self.state.pending.next_stream(Bound::Unbounded);
+        while let Some(stream) = next {
             let mut index = 0;
             while let Some(&(event, block)) =
                 self.state.pending.events.get(&stream).and_then(|queue| queue.get(index))
@@ -171,6 +178,7 @@ impl<D: Driver> Locked<'_, D> {
                 self.pop_event(stream, index);
                 self.event_finished(event, block);
             }
+            next = self.state.pending.next_stream(Bound::Excluded(stream));
         }
         Ok(waited)
     }

@@ -1,1 +1,23 @@
-//! x
+//! Recorded traces: reads PyTorch's memory snapshots and replays them on Cushion's engine and a
+//! simulated device.
+//!
+//! [`open`] reads a file, [`Program::of`] works out what the recorded program asked for, and
+//! [`replay`] runs it under a policy and says what it took.
+
+#![forbid(unsafe_code)]
+
+mod arena;
+mod error;
+mod open;
+mod pickle;
+mod program;
+mod replay;
+mod snapshot;
+
+pub use error::TraceError;
+pub use open::{Limits, open, read};
+pub use program::Program;
+pub use replay::{Difference, Outcome, Refusal, ReplayConfig, replay};
+pub use snapshot::{
+    Action, Block, BlockState, Event, Frame, Segment, Settings, Snapshot, StackId, Stacks,
+};

@@ -138,9 +138,10 @@ impl SimDriver {
 
     // ---- work on streams ----
 
-    /// Queues a piece of work on `stream`; it is unfinished until told otherwise. On a stream that
-    /// is being captured the work becomes a node of the graph and never runs.
-    pub fn launch(&self, stream: StreamId) {
+    /// Queues a piece of work on `stream`; it is unfinished until told otherwise. Returns its number
+    /// on the stream, from 1. On a stream that is being captured the work becomes a node of the
+    /// graph and never runs.
+    pub fn launch(&self, stream: StreamId) -> u64 {
         let mut state = self.state();
         let node = NodeId(state.fresh_handle());
         let entry = state.streams.entry(stream).or_default();
@@ -151,6 +152,7 @@ impl SimDriver {
                 state.nodes.insert(node, follows.into_iter().collect());
             }
         }
+        state.streams.get(&stream).map_or(0, |stream| stream.launched)
     }
 
     /// Finishes all work queued on `stream`.
@@ -160,14 +162,10 @@ impl SimDriver {
         }
     }
 
-    /// Finishes the oldest unfinished piece of work on `stream`; false if there was none.
-    pub fn finish_one(&self, stream: StreamId) -> bool {
-        match self.state().streams.get_mut(&stream) {
-            Some(stream) if stream.finished < stream.launched => {
-                stream.finished += 1;
-                true
-            }
-            _ => false,
+    /// Finishes the work on `stream` up to number `work`, as far as it was queued.
+    pub fn finish_until(&self, stream: StreamId, work: u64) {
+        if let Some(stream) = self.state().streams.get_mut(&stream) {
+            stream.finished = stream.finished.max(work.min(stream.launched));
         }
     }
 

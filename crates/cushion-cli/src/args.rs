@@ -1,0 +1,116 @@
+//! The arguments of every command, and nothing else.
+
+use std::path::PathBuf;
+
+use clap::{Args, Parser, Subcommand, ValueEnum};
+use cushion_core::{Ladder, Options, Policy};
+
+use crate::bytes::parse_bytes;
+
+/// A caching allocator for GPU memory that keeps programs alive when memory runs out.
+#[derive(Debug, Parser)]
+#[command(name = "cushion", version, about, arg_required_else_help = true)]
+pub(crate) struct Cli {
+    #[command(subcommand)]
+    pub(crate) command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    /// Replay recorded traces on a simulated GPU: what they need, and whether they fit.
+    Replay(Box<ReplayArgs>),
+    /// Print the reference of all options, as in docs/options.md.
+    Options,
+}
+
+/// Replay recorded traces on a simulated GPU: what they need, and whether they fit.
+///
+/// A trace is what `torch.cuda.memory._dump_snapshot()` writes, plain or gzip. The exit code is 0 if
+/// everything fits, 1 if memory ran out, 2 for bad input, 3 if --verify found a difference; the
+/// highest over all traces.
+#[derive(Debug, Args)]
+pub(crate) struct ReplayArgs {
+    /// Snapshot files (pickle, plain or gzip).
+    #[arg(required = true, value_name = "TRACE")]
+    pub(crate) traces: Vec<PathBuf>,
+
+    /// How memory is laid out and got.
+    #[arg(long, value_enum, default_value_t = PolicyArg::All)]
+    pub(crate) policy: PolicyArg,
+
+    /// What is tried before a request is refused: what PyTorch does, or Cushion's own steps.
+    #[arg(long, value_enum, default_value_t = LadderArg::Torch)]
+    pub(crate) ladder: LadderArg,
+
+    /// The most the allocator may hold, as PyTorch's memory fraction would limit it: 24GiB, 512MiB,
+    /// or a number of bytes. Without it there is no limit.
+    #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
+    pub(crate) capacity: Option<u64>,
+
+    /// Compare each address with the one PyTorch chose. Needs the ladder `torch`, and compares under
+    /// the policy the trace was recorded with.
+    #[arg(long)]
+    pub(crate) verify: bool,
+
+    /// Options in PYTORCH_CUDA_ALLOC_CONF's syntax, in place of those recorded in the trace.
+    #[arg(long, value_name = "STRING", value_parser = parse_conf)]
+    pub(crate) conf: Option<Conf>,
+
+    /// Which device of the trace; without it, the one with the most events.
+    #[arg(long, value_name = "N")]
+    pub(crate) device: Option<usize>,
+
+    /// One JSON object per line, trace and policy.
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum PolicyArg {
+    /// PyTorch's classic allocator.
+    Segments,
+    /// PyTorch's expandable segments.
+    Expandable,
+    /// Each in turn.
+    All,
+}
+
+impl PolicyArg {
+    pub(crate) fn policies(self) -> &'static [Policy] {
+        match self {
+            Self::Segments => &[Policy::Segments],
+            Self::Expandable => &[Policy::Expandable],
+            Self::All => &Policy::ALL,
+        }
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum LadderArg {
+    /// What PyTorch does.
+    Torch,
+    /// Cushion's own.
+    Graceful,
+}
+
+impl From<LadderArg> for Ladder {
+    fn from(arg: LadderArg) -> Self {
+        match arg {
+            LadderArg::Torch => Self::Torch,
+            LadderArg::Graceful => Self::Graceful,
+        }
+    }
+}
+
+/// Options as given, and the keys among them that are not ours.
+#[derive(Debug, Clone)]
+pub(crate) struct Conf {
+    pub(crate) options: Options,
+    pub(crate) not_ours: Vec<String>,
+}
+
+fn parse_conf(text: &str) -> Result<Conf, String> {
+    let parsed = Options::parse(text).map_err(|error| error.to_string())?;
+    let not_ours = parsed.not_ours.into_iter().map(|entry| entry.key).collect();
+    Ok(Conf { options: parsed.options, not_ours })
+}

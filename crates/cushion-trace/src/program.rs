@@ -1,0 +1,445 @@
+//! From recorded events to a program that can be run: what a trace says, and what it leaves to be
+//! inferred.
+//!
+//! A trace records what PyTorch's allocator did, not what it was asked. Most of it is plain:
+//! `alloc` is a request, `free_requested` with its `free_completed` right behind it is a free, and a
+//! `free_completed` that comes later is a free that had to wait for another stream. The rest is
+//! inferred here:
+//!
+//! - **Private pools** come from the events themselves where they name one (newer PyTorch), else
+//!   from the final `segments`: an allocation inside a segment that ends up in a private pool was
+//!   made from that pool. Allocations in a row from one private pool are taken as one capture.
+//! - **`empty_cache`** shows as a run of `segment_free` or `segment_unmap`. Directly before a miss
+//!   the run may also be PyTorch's own reaction to a shortage; which of the two it was is decided
+//!   when the program runs, by whether the limit would have been passed.
+//! - **Pending frees that complete in such a run** were waited for by it, not polled.
+//! - **Addresses** of segments are the recorded ones, so that block addresses can be compared.
+//! - **A refused request** (`oom`) is tried again by a run with a limit.
+
+use std::collections::BTreeMap;
+
+use cushion_core::{Options, Policy, PoolId, StreamId};
+use rustc_hash::FxHashMap;
+
+use crate::snapshot::{Action, Event, Segment, Settings, Snapshot};
+
+/// What a trace asks of an allocator.
+#[derive(Debug, Clone)]
+pub struct Program {
+    /// The steps, in order.
+    pub(crate) steps: Vec<Step>,
+    /// Events of the trace.
+    pub events: u64,
+    /// Allocations of the trace.
+    pub allocs: u64,
+    /// The options PyTorch ran with.
+    pub options: Options,
+    /// The policy PyTorch ran with.
+    pub policy: Policy,
+    /// The size of the device, where the trace tells.
+    pub(crate) device_total: Option<u64>,
+    /// What could not be known, in words.
+    pub notes: Vec<String>,
+}
+
+/// One allocation of the trace, from its request to its free.
+pub(crate) type Slot = u32;
+
+/// One step of a program.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Step {
+    /// A request, and the address PyTorch gave it.
+    Alloc { event: u32, slot: Slot, size: u64, stream: StreamId, address: u64 },
+    /// A free that is complete at once.
+    Free { slot: Slot },
+    /// A free that waits for work on another stream.
+    FreeLater { slot: Slot, other: u32 },
+    /// That work is done.
+    Complete { slot: Slot },
+    /// A request PyTorch refused.
+    Refused { event: u32, size: u64, stream: StreamId },
+    /// Everything cached was given back; if `before` names a request that missed right after, maybe
+    /// by PyTorch itself on its behalf.
+    EmptyCache { before: Option<u64> },
+    /// PyTorch's next segment has this size and address.
+    PlaceSegment { bytes: u64, address: u64 },
+    /// PyTorch's next reserved range, if it made one, begins here.
+    PlaceRange { address: u64 },
+    /// PyTorch's expandable segments were switched on or off.
+    Expandable(bool),
+    /// Requests go to a private pool.
+    BeginPool(PoolId),
+    /// They no longer do.
+    EndPool(PoolId),
+    /// Nobody uses the private pool any more.
+    ReleasePool(PoolId),
+}
+
+impl Program {
+    /// The program of one device of a snapshot.
+    #[must_use]
+    pub fn of(snapshot: &Snapshot, device: usize) -> Self {
+        let events = snapshot.devices.get(device).map_or(&[][..], Vec::as_slice);
+        let segments = snapshot
+            .segments
+            .iter()
+            .filter(|segment| usize::try_from(segment.device) == Ok(device))
+            .collect::<Vec<_>>();
+        let mut notes = Vec::new();
+        let maps = events.iter().any(|event| event.action == Action::SegmentMap);
+        let plain = events.iter().any(|event| event.action == Action::SegmentAlloc);
+        let options = options_of(&snapshot.settings, &mut notes);
+        let expandable = if maps == plain { options.expandable_segments } else { maps };
+        let policy = if expandable { Policy::Expandable } else { Policy::Segments };
+        let mut builder = Builder {
+            events,
+            steps: Vec::with_capacity(events.len()),
+            live: FxHashMap::default(),
+            waiting: FxHashMap::default(),
+            slots: 0,
+            window: None,
+            pools: private_ranges(events, &segments),
+            segment_pools: BTreeMap::new(),
+            expandable,
+            held_back: Vec::new(),
+            unknown_frees: 0,
+            overlaps: 0,
+        };
+        builder.run();
+        let Builder { mut steps, window, unknown_frees, overlaps, slots, .. } = builder;
+        steps.extend(window.map(Step::EndPool));
+        spread_over_streams(&mut steps);
+        if unknown_frees > 0 {
+            notes.push(format!(
+                "{unknown_frees} frees of memory that was allocated before the trace begins are \
+                 left out"
+            ));
+        }
+        if overlaps > 0 {
+            notes.push(format!(
+                "{overlaps} allocations begin where another is still live; the older is taken as \
+                 freed"
+            ));
+        }
+        Self {
+            steps,
+            events: events.len() as u64,
+            allocs: u64::from(slots),
+            options,
+            policy,
+            device_total: device_total(events),
+            notes,
+        }
+    }
+
+    /// Whether nothing can be learned from it.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.steps.is_empty()
+    }
+}
+
+struct Builder<'a> {
+    events: &'a [Event],
+    steps: Vec<Step>,
+    /// Slots by address.
+    live: FxHashMap<u64, Slot>,
+    /// Slots whose free waits, by address.
+    waiting: FxHashMap<u64, Slot>,
+    slots: Slot,
+    /// The private pool requests go to now.
+    window: Option<PoolId>,
+    /// Ranges of private pools: end, pool, and the event from which it holds.
+    pools: BTreeMap<u64, (u64, PoolId, usize)>,
+    /// The pool of each segment that an event named.
+    segment_pools: BTreeMap<u64, PoolId>,
+    /// Whether expandable segments are on at this point.
+    expandable: bool,
+    /// Completions that the coming release waited for.
+    held_back: Vec<Slot>,
+    unknown_frees: u64,
+    overlaps: u64,
+}
+
+impl Builder<'_> {
+    fn run(&mut self) {
+        let mut index = 0;
+        while index < self.events.len() {
+            index = self.step(index);
+        }
+        self.let_go();
+    }
+
+    /// Takes the event at `index`, and returns the index of the next to take.
+    fn step(&mut self, index: usize) -> usize {
+        let event = self.events[index];
+        let next = index + 1;
+        match event.action {
+            Action::Alloc => self.alloc(index, event),
+            Action::FreeRequested => return self.free(index, event),
+            Action::FreeCompleted => {
+                if let Some(slot) = self.waiting.remove(&event.addr) {
+                    if self.release_follows(next) {
+                        self.held_back.push(slot);
+                    } else {
+                        self.steps.push(Step::Complete { slot });
+                    }
+                }
+            }
+            Action::SegmentAlloc | Action::SegmentMap => self.miss(event),
+            Action::SegmentFree | Action::SegmentUnmap => return self.release(index),
+            Action::Oom => {
+                self.enter_pool(PoolId::DEFAULT);
+                let (event, size) = (narrow(index), event.size);
+                let stream = StreamId(self.events[index].stream);
+                self.steps.push(Step::Refused { event, size, stream });
+                self.let_go();
+            }
+            _ => {}
+        }
+        next
+    }
+
+    fn alloc(&mut self, index: usize, event: Event) {
+        self.enter_pool(self.pool_of(index, event));
+        let slot = self.slots;
+        self.slots += 1;
+        if let Some(old) = self.live.insert(event.addr, slot) {
+            self.overlaps += 1;
+            self.steps.push(Step::Free { slot: old });
+        }
+        self.steps.push(Step::Alloc {
+            event: narrow(index),
+            slot,
+            size: event.size,
+            stream: StreamId(event.stream),
+            address: event.addr,
+        });
+        self.let_go();
+    }
+
+    fn free(&mut self, index: usize, event: Event) -> usize {
+        let next = index + 1;
+        let Some(slot) = self.live.remove(&event.addr) else {
+            self.unknown_frees += 1;
+            return next;
+        };
+        let at_once = self
+            .events
+            .get(next)
+            .is_some_and(|e| e.action == Action::FreeCompleted && e.addr == event.addr);
+        if at_once {
+            self.steps.push(Step::Free { slot });
+            return next + 1;
+        }
+        self.steps.push(Step::FreeLater { slot, other: 0 });
+        self.waiting.insert(event.addr, slot);
+        next
+    }
+
+    /// A segment that PyTorch got for the allocation that follows.
+    fn miss(&mut self, event: Event) {
+        let plain = event.action == Action::SegmentAlloc;
+        if let Some((a, b)) = event.pool {
+            self.segment_pools.insert(event.addr, PoolId(a, b));
+        }
+        if plain == self.expandable {
+            self.expandable = !plain;
+            self.steps.push(Step::Expandable(self.expandable));
+        }
+        self.steps.push(if plain {
+            Step::PlaceSegment { bytes: event.size, address: event.addr }
+        } else {
+            Step::PlaceRange { address: event.addr }
+        });
+    }
+
+    /// A run of segments given back.
+    fn release(&mut self, index: usize) -> usize {
+        let mut next = index;
+        let mut released = Vec::new();
+        while let Some(event) = self.events.get(next) {
+            match event.action {
+                Action::SegmentFree | Action::SegmentUnmap => {
+                    let known = event.pool.map(|(a, b)| PoolId(a, b));
+                    released.extend(known.or_else(|| self.private_pool_at(event.addr, next)));
+                }
+                Action::FreeCompleted => {
+                    self.held_back.extend(self.waiting.remove(&event.addr));
+                }
+                _ => break,
+            }
+            next += 1;
+        }
+        released.sort_unstable();
+        released.dedup();
+        self.enter_pool(PoolId::DEFAULT);
+        for pool in released.into_iter().filter(|&pool| pool != PoolId::DEFAULT) {
+            self.steps.push(Step::ReleasePool(pool));
+        }
+        let before = self.events[next..]
+            .iter()
+            .take_while(|event| {
+                matches!(
+                    event.action,
+                    Action::SegmentAlloc | Action::SegmentMap | Action::Alloc | Action::Oom
+                )
+            })
+            .find(|event| matches!(event.action, Action::Alloc | Action::Oom))
+            .filter(|event| {
+                event.action == Action::Oom || self.events[next].action != Action::Alloc
+            })
+            .map(|event| event.size);
+        self.steps.push(Step::EmptyCache { before });
+        if before.is_none() {
+            self.let_go();
+        }
+        next
+    }
+
+    /// Whether, of what follows, a release comes before the next request or free.
+    fn release_follows(&self, index: usize) -> bool {
+        self.events[index..]
+            .iter()
+            .find(|event| event.action != Action::FreeCompleted)
+            .is_some_and(|e| matches!(e.action, Action::SegmentFree | Action::SegmentUnmap))
+    }
+
+    /// Completions held back for a release have happened by now.
+    fn let_go(&mut self) {
+        for slot in self.held_back.drain(..) {
+            self.steps.push(Step::Complete { slot });
+        }
+    }
+
+    fn enter_pool(&mut self, pool: PoolId) {
+        let pool = Some(pool).filter(|&pool| pool != PoolId::DEFAULT);
+        if pool != self.window {
+            // A placement belongs to the request that follows, inside the new window.
+            let placed = self
+                .steps
+                .iter()
+                .rposition(|step| {
+                    !matches!(step, Step::PlaceSegment { .. } | Step::PlaceRange { .. })
+                })
+                .map_or(0, |last| last + 1);
+            let change =
+                self.window.map(Step::EndPool).into_iter().chain(pool.map(Step::BeginPool));
+            self.steps.splice(placed..placed, change.collect::<Vec<_>>());
+            self.window = pool;
+        }
+    }
+
+    fn pool_of(&self, index: usize, event: Event) -> PoolId {
+        match event.pool {
+            Some((a, b)) => PoolId(a, b),
+            None => self.private_pool_at(event.addr, index).unwrap_or(PoolId::DEFAULT),
+        }
+    }
+
+    fn private_pool_at(&self, address: u64, index: usize) -> Option<PoolId> {
+        let (_, &(end, pool, since)) = self.pools.range(..=address).next_back()?;
+        (address < end && index >= since).then_some(pool)
+    }
+}
+
+/// The trace does not tell which streams a pending free waits for. PyTorch asks after the oldest free
+/// of a stream first, so any set of frees that completed in the order they were made may have waited
+/// for the same stream: use as few streams as that allows.
+fn spread_over_streams(steps: &mut [Step]) {
+    let mut completed: FxHashMap<Slot, usize> = FxHashMap::default();
+    for (index, step) in steps.iter().enumerate() {
+        if let Step::Complete { slot } = step {
+            completed.insert(*slot, index);
+        }
+    }
+    let mut latest: Vec<usize> = Vec::new();
+    for step in steps {
+        if let Step::FreeLater { slot, other } = step {
+            let done = completed.get(slot).copied().unwrap_or(usize::MAX);
+            let stream = latest.iter().position(|&last| last <= done).unwrap_or_else(|| {
+                latest.push(0);
+                latest.len() - 1
+            });
+            latest[stream] = done;
+            *other = narrow(stream);
+        }
+    }
+}
+
+/// Where the final segments of private pools lie, and from which event on they do.
+fn private_ranges(events: &[Event], segments: &[&Segment]) -> BTreeMap<u64, (u64, PoolId, usize)> {
+    let mut ranges: BTreeMap<u64, (u64, PoolId, usize)> = segments
+        .iter()
+        .filter(|segment| segment.pool != (0, 0))
+        .map(|segment| {
+            let end = segment.address.saturating_add(segment.total_size);
+            (segment.address, (end, PoolId(segment.pool.0, segment.pool.1), 0))
+        })
+        .collect();
+    if !ranges.is_empty() {
+        for (index, event) in events.iter().enumerate() {
+            if event.action == Action::SegmentAlloc
+                && let Some((_, _, since)) = ranges.get_mut(&event.addr)
+            {
+                *since = index;
+            }
+        }
+    }
+    ranges
+}
+
+/// The options the trace was recorded with: its conf string, corrected by the settings in force.
+fn options_of(settings: &Settings, notes: &mut Vec<String>) -> Options {
+    let mut options = Options::default();
+    if let Some(conf) = &settings.conf
+        && let Err(error) = options.apply(conf)
+    {
+        notes.push(format!("the recorded options are not all understood: {error}"));
+    }
+    if let Some(bytes) = settings.max_split_size {
+        options.max_split_size = u64::try_from(bytes).ok();
+    }
+    if let Some(threshold) = settings.garbage_collection_threshold {
+        options.garbage_collection_threshold = threshold;
+    }
+    if let Some(expandable) = settings.expandable_segments {
+        options.expandable_segments = expandable;
+    }
+    if let Some(reuse) = settings.graph_capture_record_stream_reuse {
+        options.graph_capture_record_stream_reuse = reuse;
+    }
+    for &(interval, divisions) in settings.roundup_power2_divisions.iter().flatten() {
+        let index = interval.checked_ilog2().map_or(0, |index| index as usize);
+        if let Some(slot) = options.roundup_power2_divisions.get_mut(index) {
+            *slot = divisions;
+        }
+    }
+    options
+}
+
+/// The size of the device, as far as the distance between reserved ranges tells: PyTorch makes each
+/// of them 9/8 of it.
+fn device_total(events: &[Event]) -> Option<u64> {
+    let mut ranges: BTreeMap<u64, u64> = BTreeMap::new();
+    for event in events.iter().filter(|event| event.action == Action::SegmentMap) {
+        let end = event.addr.saturating_add(event.size);
+        match ranges.range_mut(..=event.addr).next_back() {
+            // Pages are mapped at the lowest free place, so a place beyond all that was ever mapped
+            // is another range.
+            Some((_, highest)) if event.addr <= *highest => *highest = end.max(*highest),
+            _ => {
+                ranges.insert(event.addr, end);
+            }
+        }
+    }
+    let starts: Vec<u64> = ranges.into_keys().collect();
+    let nearest = starts.windows(2).map(|pair| pair[1] - pair[0]).min()?;
+    // Rounded up to pages: leave room for one.
+    let page = 20 * cushion_core::size::MIB;
+    Some(nearest.saturating_sub(page) / 9 * 8).filter(|&total| total > 0)
+}
+
+fn narrow(index: usize) -> u32 {
+    u32::try_from(index).unwrap_or(u32::MAX)
+}

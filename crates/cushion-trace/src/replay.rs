@@ -1,0 +1,351 @@
+//! Runs a program on the engine and the simulated device.
+
+use std::sync::Arc;
+
+use cushion_core::driver::CallCounts;
+use cushion_core::size::{GIB, block_size, segment_size};
+use cushion_core::{
+    AllocError, Clock, DriverError, Engine, EngineConfig, Ladder, Options, Policy, PoolId,
+    SimConfig, SimDriver, StreamId, VirtualClock,
+};
+
+use rustc_hash::FxHashMap;
+
+use crate::program::{Program, Slot, Step};
+
+/// A device that no trace fills.
+const UNLIMITED: u64 = 1024 * GIB;
+
+/// Streams of the simulator's own, for work that a pending free waits for.
+const OTHER_STREAMS: u64 = 1 << 63;
+
+/// How to run a program.
+#[derive(Debug, Clone)]
+pub struct ReplayConfig {
+    /// The policy.
+    pub policy: Policy,
+    /// The ladder.
+    pub ladder: Ladder,
+    /// The most the allocator may hold, as PyTorch's memory fraction would limit it; `None` for as
+    /// much as it wants.
+    pub capacity: Option<u64>,
+    /// Options in place of the recorded ones.
+    pub options: Option<Options>,
+}
+
+/// What a run showed.
+#[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
+pub struct Outcome {
+    /// Events replayed.
+    pub events: u64,
+    /// Requests served.
+    pub allocs: u64,
+    /// Peak of live bytes, as asked for.
+    pub live_peak: u64,
+    /// Peak of reserved bytes.
+    pub reserved_peak: u64,
+    /// How many requests got the address PyTorch gave them; `None` where that cannot be asked,
+    /// because PyTorch ran with another policy.
+    pub same_address: Option<u64>,
+    /// The first request or refusal that went another way than in PyTorch.
+    pub difference: Option<Difference>,
+    /// Driver calls and their price.
+    pub driver: CallCounts,
+    /// Requests tried again after everything cached was given back.
+    pub retries: u64,
+    /// The first refusal.
+    pub oom: Option<Refusal>,
+    /// Requests that PyTorch refused and this run did not try, having no limit.
+    pub refusals_passed_over: u64,
+}
+
+impl Outcome {
+    /// Peak reserved over peak live.
+    #[must_use]
+    #[expect(clippy::cast_precision_loss, reason = "a ratio")]
+    pub fn excess(&self) -> Option<f64> {
+        (self.live_peak > 0).then(|| self.reserved_peak as f64 / self.live_peak as f64)
+    }
+}
+
+/// Where memory ran out.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Refusal {
+    /// The event, counted from 0.
+    pub event: u64,
+    /// Bytes asked for.
+    pub requested: u64,
+    /// Live bytes at that moment.
+    pub live: u64,
+    /// Reserved bytes at that moment.
+    pub reserved: u64,
+    /// The largest free block at that moment.
+    pub largest_free: u64,
+    /// Whether PyTorch refused it too.
+    pub recorded: bool,
+}
+
+/// Where a run left PyTorch's path.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Difference {
+    /// The event, counted from 0.
+    pub event: u64,
+    /// Bytes asked for.
+    pub requested: u64,
+    /// PyTorch's address; `None` if it refused.
+    pub pytorch: Option<u64>,
+    /// Ours; `None` if we refused.
+    pub ours: Option<u64>,
+}
+
+/// Runs a program.
+///
+/// # Errors
+///
+/// Only if the simulated driver refuses a call, which means a bug in the engine.
+pub fn replay(program: &Program, config: &ReplayConfig) -> Result<Outcome, DriverError> {
+    let mut options = config.options.clone().unwrap_or_else(|| program.options.clone());
+    options.expandable_segments = config.policy == Policy::Expandable;
+    let follows = config.policy == program.policy;
+    let recorded_total = program.device_total.filter(|_| follows && options.expandable_segments);
+    let total = recorded_total.unwrap_or(UNLIMITED).max(config.capacity.unwrap_or(0));
+    let driver = Arc::new(SimDriver::new(SimConfig::with_capacity(total)));
+    let clock: Arc<dyn Clock> = Arc::new(VirtualClock::new());
+    let engine = Engine::with_config(
+        Arc::clone(&driver),
+        EngineConfig { options: options.clone(), ladder: config.ladder, clock },
+    );
+    if config.capacity.is_some() {
+        engine.set_memory_limit(config.capacity);
+    }
+    let slots = usize::try_from(program.allocs).unwrap_or(usize::MAX);
+    let mut run = Run {
+        engine: &engine,
+        driver: &driver,
+        options,
+        capacity: config.capacity,
+        follows,
+        addresses: vec![0; slots],
+        pending: FxHashMap::default(),
+        placed: false,
+        pool_uses: Vec::new(),
+        same: 0,
+        allocs: 0,
+        difference: None,
+        oom: None,
+        passed_over: 0,
+    };
+    let events = match run.run(program) {
+        Ok(()) => program.events,
+        Err(Stop::OutOfMemory(event)) => u64::from(event) + 1,
+        Err(Stop::Driver(error)) => return Err(error),
+    };
+    let Run { same, allocs, difference, oom, passed_over, .. } = run;
+    let stats = engine.stats();
+    Ok(Outcome {
+        events,
+        allocs,
+        live_peak: stats.requested_bytes.all.peak,
+        reserved_peak: stats.reserved_bytes.all.peak,
+        same_address: follows.then_some(same),
+        difference: difference.filter(|_| follows),
+        driver: driver.counts(),
+        retries: stats.num_alloc_retries,
+        oom,
+        refusals_passed_over: passed_over,
+    })
+}
+
+enum Stop {
+    OutOfMemory(u32),
+    Driver(DriverError),
+}
+
+impl From<DriverError> for Stop {
+    fn from(error: DriverError) -> Self {
+        Self::Driver(error)
+    }
+}
+
+struct Run<'a> {
+    engine: &'a Engine<Arc<SimDriver>>,
+    driver: &'a SimDriver,
+    options: Options,
+    capacity: Option<u64>,
+    /// Whether the policy is the recorded one, so that addresses can be compared.
+    follows: bool,
+    /// The address of each slot.
+    addresses: Vec<u64>,
+    /// The work that each pending slot waits for.
+    pending: FxHashMap<Slot, (StreamId, u64)>,
+    /// Whether a recorded place is waiting to be used.
+    placed: bool,
+    pool_uses: Vec<(PoolId, u32)>,
+    same: u64,
+    allocs: u64,
+    difference: Option<Difference>,
+    oom: Option<Refusal>,
+    passed_over: u64,
+}
+
+impl Run<'_> {
+    fn run(&mut self, program: &Program) -> Result<(), Stop> {
+        for &step in &program.steps {
+            match step {
+                Step::Alloc { event, slot, size, stream, address } => {
+                    let Some(got) = self.alloc(event, size, stream, Some(address))? else {
+                        return Err(Stop::OutOfMemory(event));
+                    };
+                    self.addresses[slot as usize] = got;
+                    self.allocs += 1;
+                    self.same += u64::from(got == address);
+                }
+                Step::Free { slot } => self.free(slot)?,
+                other => self.rare(other)?,
+            }
+        }
+        Ok(())
+    }
+
+    /// Asks the engine; `None` if it refused.
+    fn alloc(
+        &mut self,
+        event: u32,
+        size: u64,
+        stream: StreamId,
+        pytorch: Option<u64>,
+    ) -> Result<Option<u64>, Stop> {
+        let ours = match self.engine.alloc(size, stream) {
+            Ok(address) => Some(address),
+            Err(AllocError::FullNow(shortage) | AllocError::NeverFits(shortage)) => {
+                let refusal = Refusal {
+                    event: u64::from(event),
+                    requested: size,
+                    live: self.engine.stats().requested_bytes.all.current,
+                    reserved: shortage.reserved,
+                    largest_free: shortage.largest_free,
+                    recorded: pytorch.is_none(),
+                };
+                self.oom.get_or_insert(refusal);
+                None
+            }
+            Err(AllocError::Driver(error)) => return Err(error.into()),
+            Err(other) => unreachable!("an error this crate does not know: {other}"),
+        };
+        if self.placed {
+            self.driver.clear_placements();
+            self.placed = false;
+        }
+        if ours != pytorch && self.difference.is_none() {
+            let event = u64::from(event);
+            self.difference = Some(Difference { event, requested: size, pytorch, ours });
+        }
+        Ok(ours)
+    }
+
+    fn free(&mut self, slot: Slot) -> Result<(), Stop> {
+        let address = self.addresses[slot as usize];
+        self.engine.free(address).map_err(|error| match error {
+            cushion_core::AddressError::Driver { source, .. } => Stop::Driver(source),
+            other => unreachable!("a program frees what it allocated: {other}"),
+        })
+    }
+
+    #[cold]
+    fn rare(&mut self, step: Step) -> Result<(), Stop> {
+        match step {
+            Step::Alloc { .. } | Step::Free { .. } => unreachable!("handled by the loop"),
+            Step::FreeLater { slot, other } => {
+                let other = StreamId(OTHER_STREAMS + u64::from(other));
+                self.pending.insert(slot, (other, self.driver.launch(other)));
+                let address = self.addresses[slot as usize];
+                if address != 0 {
+                    self.engine.record_stream(address, other).unwrap_or_else(|error| {
+                        unreachable!("a program uses what it allocated: {error}")
+                    });
+                }
+                self.free(slot)?;
+            }
+            Step::Complete { slot } => {
+                if let Some((other, work)) = self.pending.remove(&slot) {
+                    self.driver.finish_until(other, work);
+                }
+            }
+            Step::Refused { event, size, stream } => {
+                if self.capacity.is_none() {
+                    self.passed_over += 1;
+                    return Ok(());
+                }
+                if let Some(address) = self.alloc(event, size, stream, None)? {
+                    // It fits here. What PyTorch's program did next, it did without this memory.
+                    let _ = self.engine.free(address);
+                }
+            }
+            Step::EmptyCache { before } => {
+                if !before.is_some_and(|size| self.would_be_short(size)) {
+                    self.engine.empty_cache()?;
+                }
+            }
+            Step::PlaceSegment { bytes, address } if self.follows => {
+                self.driver.place_alloc(bytes, address);
+                self.placed = true;
+            }
+            Step::PlaceRange { address } if self.follows => {
+                if !self.placed {
+                    self.driver.place_reserve(address);
+                }
+                self.placed = true;
+            }
+            Step::PlaceSegment { .. } | Step::PlaceRange { .. } => {}
+            Step::Expandable(on) => {
+                if self.follows {
+                    self.options.expandable_segments = on;
+                    let configured = self.engine.configure(&self.options.to_conf());
+                    debug_assert!(configured.is_ok(), "our own text parses: {configured:?}");
+                }
+            }
+            Step::BeginPool(pool) => self.begin_pool(pool),
+            Step::EndPool(pool) => {
+                let ended = self.engine.end_allocate_to_pool(pool);
+                debug_assert!(ended.is_ok(), "windows open and close in turn: {ended:?}");
+            }
+            Step::ReleasePool(pool) => {
+                if let Some(index) = self.pool_uses.iter().position(|(known, _)| *known == pool) {
+                    let (_, uses) = self.pool_uses.swap_remove(index);
+                    for _ in 0..uses {
+                        let _ = self.engine.release_pool(pool);
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn begin_pool(&mut self, pool: PoolId) {
+        if self.engine.begin_allocate_to_pool(pool, Box::new(|_| true)).is_err() {
+            return;
+        }
+        match self.pool_uses.iter_mut().find(|(known, _)| *known == pool) {
+            Some((_, uses)) => *uses += 1,
+            None => self.pool_uses.push((pool, 1)),
+        }
+    }
+
+    /// Whether the limit would refuse a miss of this size as things stand, or make the engine give
+    /// memory back by itself: then the recorded release was the allocator's own doing, and the
+    /// engine will do the same.
+    fn would_be_short(&self, size: u64) -> bool {
+        let Some(limit) = self.capacity else { return false };
+        let wanted = block_size(size, &self.options)
+            .and_then(|size| segment_size(size, &self.options))
+            .unwrap_or(u64::MAX);
+        let reserved = self.engine.stats().reserved_bytes.all.current;
+        #[expect(clippy::cast_precision_loss, reason = "a threshold")]
+        let collects = self.options.garbage_collection_threshold > 0.0
+            && reserved as f64 > self.options.garbage_collection_threshold * limit as f64;
+        collects || reserved.saturating_add(wanted) > limit
+    }
+}
