@@ -58,9 +58,9 @@ pub(crate) enum Step {
     Complete { slot: Slot },
     /// A request PyTorch refused.
     Refused { event: u32, size: u64, stream: StreamId },
-    /// Everything cached was given back; if `before` names a request that missed right after, maybe
-    /// by PyTorch itself on its behalf.
-    EmptyCache { before: Option<u64> },
+    /// Everything cached was given back, `plain` segments among it; if `before` names a request that
+    /// missed right after, maybe by PyTorch itself on its behalf.
+    EmptyCache { plain: u32, before: Option<u64> },
     /// PyTorch's next segment has this size and address.
     PlaceSegment { bytes: u64, address: u64 },
     /// PyTorch's next reserved range, if it made one, begins here.
@@ -101,6 +101,7 @@ impl Program {
             pools: private_ranges(events, &segments),
             segment_pools: BTreeMap::new(),
             expandable,
+            mapped: MappedRanges::default(),
             held_back: Vec::new(),
             unknown_frees: 0,
             overlaps: 0,
@@ -155,6 +156,7 @@ struct Builder<'a> {
     segment_pools: BTreeMap<u64, PoolId>,
     /// Whether expandable segments are on at this point.
     expandable: bool,
+    mapped: MappedRanges,
     /// Completions that the coming release waited for.
     held_back: Vec<Slot>,
     unknown_frees: u64,
@@ -202,6 +204,10 @@ impl Builder<'_> {
 
     fn alloc(&mut self, index: usize, event: Event) {
         self.enter_pool(self.pool_of(index, event));
+        if !self.expandable && self.mapped.contains(event.addr) {
+            // Only expandable segments reuse their own memory.
+            self.switch_expandable(true);
+        }
         let slot = self.slots;
         self.slots += 1;
         if let Some(old) = self.live.insert(event.addr, slot) {
@@ -243,9 +249,11 @@ impl Builder<'_> {
         if let Some((a, b)) = event.pool {
             self.segment_pools.insert(event.addr, PoolId(a, b));
         }
+        if !plain {
+            self.mapped.add(&event);
+        }
         if plain == self.expandable {
-            self.expandable = !plain;
-            self.steps.push(Step::Expandable(self.expandable));
+            self.switch_expandable(!plain);
         }
         self.steps.push(if plain {
             Step::PlaceSegment { bytes: event.size, address: event.addr }
@@ -254,13 +262,20 @@ impl Builder<'_> {
         });
     }
 
+    fn switch_expandable(&mut self, on: bool) {
+        self.expandable = on;
+        self.steps.push(Step::Expandable(on));
+    }
+
     /// A run of segments given back.
     fn release(&mut self, index: usize) -> usize {
         let mut next = index;
         let mut released = Vec::new();
+        let mut plain = 0;
         while let Some(event) = self.events.get(next) {
             match event.action {
                 Action::SegmentFree | Action::SegmentUnmap => {
+                    plain += u32::from(event.action == Action::SegmentFree);
                     let known = event.pool.map(|(a, b)| PoolId(a, b));
                     released.extend(known.or_else(|| self.private_pool_at(event.addr, next)));
                 }
@@ -290,7 +305,7 @@ impl Builder<'_> {
                 event.action == Action::Oom || self.events[next].action != Action::Alloc
             })
             .map(|event| event.size);
-        self.steps.push(Step::EmptyCache { before });
+        self.steps.push(Step::EmptyCache { plain, before });
         if before.is_none() {
             self.let_go();
         }
@@ -421,23 +436,39 @@ fn options_of(settings: &Settings, notes: &mut Vec<String>) -> Options {
 /// The size of the device, as far as the distance between reserved ranges tells: PyTorch makes each
 /// of them 9/8 of it.
 fn device_total(events: &[Event]) -> Option<u64> {
-    let mut ranges: BTreeMap<u64, u64> = BTreeMap::new();
+    let mut ranges = MappedRanges::default();
     for event in events.iter().filter(|event| event.action == Action::SegmentMap) {
+        ranges.add(event);
+    }
+    // Ranges of small and large pools differ by less than a page, and one can take the place of
+    // another that is gone: starts closer together than this are of ranges at different times.
+    let apart = cushion_core::size::GIB;
+    let starts: Vec<u64> = ranges.0.into_keys().collect();
+    let gaps = starts.windows(2).map(|pair| pair[1] - pair[0]);
+    let nearest = gaps.filter(|&gap| gap > apart).min()?;
+    Some((nearest - apart / 4) / 9 * 8)
+}
+
+/// The ranges that pages were mapped into: start, and the highest address mapped so far.
+#[derive(Debug, Default)]
+struct MappedRanges(BTreeMap<u64, u64>);
+
+impl MappedRanges {
+    fn add(&mut self, event: &Event) {
         let end = event.addr.saturating_add(event.size);
-        match ranges.range_mut(..=event.addr).next_back() {
+        match self.0.range_mut(..=event.addr).next_back() {
             // Pages are mapped at the lowest free place, so a place beyond all that was ever mapped
             // is another range.
             Some((_, highest)) if event.addr <= *highest => *highest = end.max(*highest),
             _ => {
-                ranges.insert(event.addr, end);
+                self.0.insert(event.addr, end);
             }
         }
     }
-    let starts: Vec<u64> = ranges.into_keys().collect();
-    let nearest = starts.windows(2).map(|pair| pair[1] - pair[0]).min()?;
-    // Rounded up to pages: leave room for one.
-    let page = 20 * cushion_core::size::MIB;
-    Some(nearest.saturating_sub(page) / 9 * 8).filter(|&total| total > 0)
+
+    fn contains(&self, address: u64) -> bool {
+        self.0.range(..=address).next_back().is_some_and(|(_, &highest)| address < highest)
+    }
 }
 
 fn narrow(index: usize) -> u32 {

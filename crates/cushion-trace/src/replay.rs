@@ -5,8 +5,8 @@ use std::sync::Arc;
 use cushion_core::driver::CallCounts;
 use cushion_core::size::{GIB, block_size, segment_size};
 use cushion_core::{
-    AllocError, Clock, DriverError, Engine, EngineConfig, Ladder, Options, Policy, PoolId,
-    SimConfig, SimDriver, StreamId, VirtualClock,
+    AllocError, BlockUse, Clock, DriverError, Engine, EngineConfig, Ladder, Options, Policy,
+    PoolId, SegmentFigures, SimConfig, SimDriver, StreamId, VirtualClock,
 };
 
 use rustc_hash::FxHashMap;
@@ -110,7 +110,7 @@ pub fn replay(program: &Program, config: &ReplayConfig) -> Result<Outcome, Drive
     let mut options = config.options.clone().unwrap_or_else(|| program.options.clone());
     options.expandable_segments = config.policy == Policy::Expandable;
     let follows = config.policy == program.policy;
-    let recorded_total = program.device_total.filter(|_| follows && options.expandable_segments);
+    let recorded_total = program.device_total.filter(|_| follows);
     let total = recorded_total.unwrap_or(UNLIMITED).max(config.capacity.unwrap_or(0));
     let driver = Arc::new(SimDriver::new(SimConfig::with_capacity(total)));
     let clock: Arc<dyn Clock> = Arc::new(VirtualClock::new());
@@ -284,8 +284,8 @@ impl Run<'_> {
                     let _ = self.engine.free(address);
                 }
             }
-            Step::EmptyCache { before } => {
-                if !before.is_some_and(|size| self.would_be_short(size)) {
+            Step::EmptyCache { plain, before } => {
+                if !before.is_some_and(|size| self.would_be_short(size, plain)) {
                     self.engine.empty_cache()?;
                 }
             }
@@ -334,18 +334,29 @@ impl Run<'_> {
         }
     }
 
-    /// Whether the limit would refuse a miss of this size as things stand, or make the engine give
-    /// memory back by itself: then the recorded release was the allocator's own doing, and the
-    /// engine will do the same.
-    fn would_be_short(&self, size: u64) -> bool {
+    /// Whether the limit would refuse a miss of this size as things stand, or make the engine collect
+    /// garbage: then the recorded release, of `plain` segments and maybe pages, was the allocator's
+    /// own doing, and the engine will do the same.
+    fn would_be_short(&self, size: u64, plain: u32) -> bool {
         let Some(limit) = self.capacity else { return false };
         let wanted = block_size(size, &self.options)
             .and_then(|size| segment_size(size, &self.options))
             .unwrap_or(u64::MAX);
         let reserved = self.engine.stats().reserved_bytes.all.current;
+        let threshold = self.options.garbage_collection_threshold;
         #[expect(clippy::cast_precision_loss, reason = "a threshold")]
-        let collects = self.options.garbage_collection_threshold > 0.0
-            && reserved as f64 > self.options.garbage_collection_threshold * limit as f64;
-        collects || reserved.saturating_add(wanted) > limit
+        let over_threshold = threshold > 0.0 && reserved as f64 > threshold * limit as f64;
+        reserved.saturating_add(wanted) > limit
+            || over_threshold && plain > 0 && (plain as usize) < self.releasable_segments()
+    }
+
+    /// Plain segments of the default pools that nothing is in.
+    fn releasable_segments(&self) -> usize {
+        let is_releasable = |segment: &&SegmentFigures| {
+            !segment.paged
+                && segment.pool == PoolId::DEFAULT
+                && matches!(&segment.blocks[..], [only] if only.use_ == BlockUse::Free)
+        };
+        self.engine.snapshot().segments.iter().filter(is_releasable).count()
     }
 }
