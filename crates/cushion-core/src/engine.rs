@@ -269,6 +269,11 @@ impl<D: Driver> Engine<D> {
         self.lock().policy()
     }
 
+    /// Changes the policy. Memory that another policy laid out stays as it is until it is given back.
+    pub fn set_policy(&self, policy: Policy) {
+        self.lock().options.expandable_segments = policy == Policy::Expandable;
+    }
+
     /// Limits this engine to a fraction of the device; 1 takes the limit away.
     pub fn set_memory_fraction(&self, fraction: f64) -> Result<(), FractionError> {
         if !(0.0..=1.0).contains(&fraction) {

@@ -12,7 +12,7 @@ impl<D: Driver> Locked<'_, D> {
     /// to a private pool) and of private pools nobody uses any more. With the id of a private pool,
     /// only that one, if nobody uses it.
     pub(crate) fn give_back_cached(&mut self, id: PoolId, context: Context) -> DriverResult<()> {
-        self.state.pages.retry_stranded(self.driver);
+        self.state.pages.retry_leftovers(self.driver);
         self.count_pages(true);
         self.count_pages(false);
         if id == PoolId::DEFAULT && !self.is_recording() {

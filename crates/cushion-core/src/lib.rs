@@ -20,6 +20,7 @@
 pub mod driver;
 pub mod options;
 pub mod size;
+pub mod testing;
 
 mod block;
 mod check;

@@ -125,8 +125,13 @@ impl PageTable {
         self.stuck.contains(&address)
     }
 
-    /// Offers stranded pages to the driver again.
-    pub(crate) fn retry_stranded(&mut self, driver: &impl Driver) {
+    /// Tries again to give back what the driver would not take: first what is stuck, then what is
+    /// stranded.
+    pub(crate) fn retry_leftovers(&mut self, driver: &impl Driver) {
+        if !self.stuck.is_empty() {
+            let unstuck = self.unstick(driver, 0..u64::MAX);
+            debug_assert!(unstuck.is_ok() || !self.stuck.is_empty(), "what is stuck is kept");
+        }
         if !self.stranded.is_empty() {
             let stranded = std::mem::take(&mut self.stranded);
             self.abandon(driver, stranded);

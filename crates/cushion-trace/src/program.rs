@@ -66,7 +66,7 @@ pub(crate) enum Step {
     /// PyTorch's next reserved range, if it made one, begins here.
     PlaceRange { address: u64 },
     /// PyTorch's expandable segments were switched on or off.
-    Expandable(bool),
+    SetPolicy(Policy),
     /// Requests go to a private pool.
     BeginPool(PoolId),
     /// They no longer do.
@@ -249,7 +249,9 @@ impl Builder<'_> {
         if let Some((a, b)) = event.pool {
             self.segment_pools.insert(event.addr, PoolId(a, b));
         }
-        if !plain {
+        if plain {
+            self.mapped.remove(event.addr);
+        } else {
             self.mapped.add(&event);
         }
         if plain == self.expandable {
@@ -264,7 +266,8 @@ impl Builder<'_> {
 
     fn switch_expandable(&mut self, on: bool) {
         self.expandable = on;
-        self.steps.push(Step::Expandable(on));
+        let policy = if on { Policy::Expandable } else { Policy::Segments };
+        self.steps.push(Step::SetPolicy(policy));
     }
 
     /// A run of segments given back.
@@ -463,6 +466,15 @@ impl MappedRanges {
             _ => {
                 self.0.insert(event.addr, end);
             }
+        }
+    }
+
+    /// Something else is at `address` now, so the range is gone.
+    fn remove(&mut self, address: u64) {
+        if self.contains(address)
+            && let Some(&start) = self.0.range(..=address).next_back().map(|(start, _)| start)
+        {
+            self.0.remove(&start);
         }
     }
 

@@ -6,7 +6,7 @@ use cushion_core::driver::CallCounts;
 use cushion_core::size::{GIB, block_size, segment_size};
 use cushion_core::{
     AllocError, BlockUse, Clock, DriverError, Engine, EngineConfig, Ladder, Options, Policy,
-    PoolId, SegmentFigures, SimConfig, SimDriver, StreamId, VirtualClock,
+    PoolId, SegmentFigures, SimConfig, SimDriver, Stats, StreamId, VirtualClock,
 };
 
 use rustc_hash::FxHashMap;
@@ -58,6 +58,8 @@ pub struct Outcome {
     pub oom: Option<Refusal>,
     /// Requests that PyTorch refused and this run did not try, having no limit.
     pub refusals_passed_over: u64,
+    /// The engine's figures at the end.
+    pub stats: Stats,
 }
 
 impl Outcome {
@@ -156,6 +158,7 @@ pub fn replay(program: &Program, config: &ReplayConfig) -> Result<Outcome, Drive
         retries: stats.num_alloc_retries,
         oom,
         refusals_passed_over: passed_over,
+        stats,
     })
 }
 
@@ -300,11 +303,9 @@ impl Run<'_> {
                 self.placed = true;
             }
             Step::PlaceSegment { .. } | Step::PlaceRange { .. } => {}
-            Step::Expandable(on) => {
+            Step::SetPolicy(policy) => {
                 if self.follows {
-                    self.options.expandable_segments = on;
-                    let configured = self.engine.configure(&self.options.to_conf());
-                    debug_assert!(configured.is_ok(), "our own text parses: {configured:?}");
+                    self.engine.set_policy(policy);
                 }
             }
             Step::BeginPool(pool) => self.begin_pool(pool),

@@ -125,15 +125,21 @@ impl SimDriver {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Counts and prices a call, and fails it if the script says so.
+    /// Counts and prices a call on one allocation or page, and fails it if the script says so.
     fn enter(&self, call: Call, bytes: u64) -> DriverResult<MutexGuard<'_, State>> {
-        let mut state = self.state();
-        state.counts.counts[call as usize] += 1;
-        if let Some(fault) = state.scripted_failure(call) {
-            return Err(DriverError { call, fault });
-        }
+        let mut state = self.enter_unpriced(call)?;
         state.counts.nanos += price(call, bytes);
         Ok(state)
+    }
+
+    /// Counts a call whose price depends on the pages it finds.
+    fn enter_unpriced(&self, call: Call) -> DriverResult<MutexGuard<'_, State>> {
+        let mut state = self.state();
+        state.counts.counts[call as usize] += 1;
+        match state.scripted_failure(call) {
+            Some(fault) => Err(DriverError { call, fault }),
+            None => Ok(state),
+        }
     }
 
     // ---- work on streams ----
@@ -167,6 +173,12 @@ impl SimDriver {
         if let Some(stream) = self.state().streams.get_mut(&stream) {
             stream.finished = stream.finished.max(work.min(stream.launched));
         }
+    }
+
+    /// Whether the work on `stream` up to number `work` is finished.
+    #[must_use]
+    pub fn is_finished(&self, stream: StreamId, work: u64) -> bool {
+        self.state().streams.get(&stream).is_none_or(|stream| stream.finished >= work)
     }
 
     /// Finishes all work on all streams.
@@ -356,6 +368,11 @@ impl State {
     }
 }
 
+/// A call over a range costs each page's own price.
+fn price_of_pages(call: Call, pages: &[(u64, u64, PageHandle)]) -> u64 {
+    pages.iter().map(|&(_, bytes, _)| price(call, bytes)).sum()
+}
+
 fn invalid<T>(call: Call) -> DriverResult<T> {
     Err(DriverError { call, fault: INVALID_VALUE })
 }
@@ -467,23 +484,20 @@ impl Driver for SimDriver {
     }
 
     fn set_access(&self, address: u64, bytes: u64) -> DriverResult<()> {
-        let mut state = self.enter(Call::SetAccess, 0)?;
+        let mut state = self.enter_unpriced(Call::SetAccess)?;
         let Some(pages) = state.pages_of(address..address.saturating_add(bytes)) else {
             return invalid(Call::SetAccess);
         };
-        // `enter` charged one page of the smallest size; charge each page its own price instead.
-        let prices: u64 = pages.iter().map(|&(_, bytes, _)| price(Call::SetAccess, bytes)).sum();
-        state.counts.nanos += prices - price(Call::SetAccess, 0);
+        state.counts.nanos += price_of_pages(Call::SetAccess, &pages);
         Ok(())
     }
 
     fn unmap(&self, address: u64, bytes: u64) -> DriverResult<()> {
-        let mut state = self.enter(Call::Unmap, 0)?;
+        let mut state = self.enter_unpriced(Call::Unmap)?;
         let Some(pages) = state.pages_of(address..address.saturating_add(bytes)) else {
             return invalid(Call::Unmap);
         };
-        let prices: u64 = pages.iter().map(|&(_, bytes, _)| price(Call::Unmap, bytes)).sum();
-        state.counts.nanos = state.counts.nanos + prices - price(Call::Unmap, 0);
+        state.counts.nanos += price_of_pages(Call::Unmap, &pages);
         for (address, _, page) in pages {
             state.mappings.remove(&address);
             if let Some(page) = state.pages.get_mut(&page) {
