@@ -347,6 +347,10 @@ impl<D: Driver> Drop for Engine<D> {
     /// Gives back what is cached and the events nobody waits for. Live allocations stay: their
     /// owners may still use them.
     fn drop(&mut self) {
+        // A second panic during the first would abort the program.
+        if std::thread::panicking() {
+            return;
+        }
         // Nobody is left to tell of a failure, and nothing depends on it.
         let _ = self.empty_cache();
         let idle = self.lock().pending.take_idle();

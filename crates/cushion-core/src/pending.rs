@@ -83,17 +83,25 @@ impl<D: Driver> Locked<'_, D> {
         stream: StreamId,
     ) -> Result<(), AddressError> {
         let id = *self.state.live.get(&address).ok_or(AddressError::Unknown { address })?;
-        let recording = self.is_recording();
-        let block = &mut self.state.blocks[id];
-        if block.stream == stream {
+        if self.state.blocks[id].stream == stream {
             return Ok(());
         }
-        let uses = block.uses.get_or_insert_default();
-        if !uses.streams.contains(&stream) {
-            uses.streams.push(stream);
+        // PyTorch takes every use while allocations go to a private pool for one in a capture. In a
+        // pool of the user's own it is not, and the work would go unwaited for: ask the driver. A
+        // driver that will not say means a wait too many at worst.
+        let captured =
+            self.is_recording() && self.driver.capture(stream).is_ok_and(|found| found.is_some());
+        let block = &mut self.state.blocks[id];
+        let Uses { streams, in_capture } = &mut **block.uses.get_or_insert_default();
+        let known = streams.contains(&stream);
+        if !known {
+            streams.push(stream);
         }
-        if recording && !uses.in_capture.contains(&stream) {
-            uses.in_capture.push(stream);
+        if !captured {
+            in_capture.retain(|&noted| noted != stream);
+        } else if !known {
+            // A use from before the capture keeps its event.
+            in_capture.push(stream);
         }
         Ok(())
     }

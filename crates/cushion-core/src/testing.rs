@@ -342,6 +342,8 @@ impl World {
         let Some(address) = self.pick(index) else { return };
         let Some(mut life) = self.live.remove(&address) else { return };
         self.engine.record_stream(address, stream).expect("a live allocation");
+        // A correct program orders its own uses of one allocation.
+        self.checked.wait(stream, life.stream);
         self.work(&mut life, stream);
         self.live.insert(address, life);
     }

@@ -64,8 +64,14 @@ mod tests {
         world.finish();
     }
 
+    /// `PROPTEST_CASES` asks for more.
+    fn config() -> ProptestConfig {
+        let default = ProptestConfig::default();
+        ProptestConfig { cases: default.cases.max(4000), ..default }
+    }
+
     proptest! {
-        #![proptest_config(ProptestConfig { cases: 1500, ..ProptestConfig::default() })]
+        #![proptest_config(config())]
 
         #[test]
         fn segments_torch(program in prop::collection::vec(actions(), 1..160)) {

@@ -46,6 +46,8 @@ struct Mapping {
 struct Progress {
     launched: u64,
     done: u64,
+    /// Work of other streams that later work on this one follows, up to a ticket.
+    follows: BTreeMap<StreamId, u64>,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -85,19 +87,23 @@ impl<D: Driver> CheckedDriver<D> {
     /// # Panics
     ///
     /// If some of the memory is not mapped and accessible, or if work of another allocation on the
-    /// same bytes and another stream is not known to be done.
+    /// same bytes is neither known to be done nor followed by this.
     pub fn work(&self, address: u64, bytes: u64, stream: StreamId, life: u64) {
         let mut state = self.state();
         let progress = state.streams.entry(stream).or_default();
         progress.launched += 1;
         let ticket = progress.launched;
+        let follows = progress.follows.clone();
+        let follows = |work: &Work| {
+            work.stream == stream || follows.get(&work.stream).is_some_and(|&t| work.ticket <= t)
+        };
         for (place, start, end) in state.resolve(address, bytes) {
             let clash = state.unfinished.iter().find(|work| {
                 work.place == place
                     && work.start < end
                     && start < work.end
                     && work.life != life
-                    && work.stream != stream
+                    && !follows(work)
             });
             assert!(
                 clash.is_none(),
@@ -105,6 +111,20 @@ impl<D: Driver> CheckedDriver<D> {
                  allocation on another stream is known to be done: {clash:?}"
             );
             state.unfinished.push(Work { stream, ticket, place, start, end, life });
+        }
+    }
+
+    /// Tells that the program made later work on `waiter` follow all that is queued on `other`.
+    pub fn wait(&self, waiter: StreamId, other: StreamId) {
+        let mut state = self.state();
+        let (launched, follows) = {
+            let other = state.streams.entry(other).or_default();
+            (other.launched, other.follows.clone())
+        };
+        let waiter = state.streams.entry(waiter).or_default();
+        for (stream, ticket) in follows.into_iter().chain([(other, launched)]) {
+            let until = waiter.follows.entry(stream).or_default();
+            *until = ticket.max(*until);
         }
     }
 
