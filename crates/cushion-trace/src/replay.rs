@@ -109,43 +109,14 @@ pub struct Difference {
 ///
 /// Only if the simulated driver refuses a call, which means a bug in the engine.
 pub fn replay(program: &Program, config: &ReplayConfig) -> Result<Outcome, DriverError> {
-    let mut options = config.options.clone().unwrap_or_else(|| program.options.clone());
-    options.expandable_segments = config.policy == Policy::Expandable;
-    let follows = config.policy == program.policy;
-    let recorded_total = program.device_total.filter(|_| follows);
-    let total = recorded_total.unwrap_or(UNLIMITED).max(config.capacity.unwrap_or(0));
-    let driver = Arc::new(SimDriver::new(SimConfig::with_capacity(total)));
-    let clock: Arc<dyn Clock> = Arc::new(VirtualClock::new());
-    let engine = Engine::with_config(
-        Arc::clone(&driver),
-        EngineConfig { options: options.clone(), ladder: config.ladder, clock },
-    );
-    if config.capacity.is_some() {
-        engine.set_memory_limit(config.capacity);
-    }
-    let slots = usize::try_from(program.allocs).unwrap_or(usize::MAX);
-    let mut run = Run {
-        engine: &engine,
-        driver: &driver,
-        options,
-        capacity: config.capacity,
-        follows,
-        addresses: vec![0; slots],
-        pending: FxHashMap::default(),
-        placed: false,
-        pool_uses: Vec::new(),
-        same: 0,
-        allocs: 0,
-        difference: None,
-        oom: None,
-        passed_over: 0,
-    };
+    let (engine, driver) = device_for(program, config);
+    let mut run = Run::new(&engine, &driver, program, config);
     let events = match run.run(program) {
         Ok(()) => program.events,
         Err(Stop::OutOfMemory(event)) => u64::from(event) + 1,
         Err(Stop::Driver(error)) => return Err(error),
     };
-    let Run { same, allocs, difference, oom, passed_over, .. } = run;
+    let Run { same, allocs, difference, oom, passed_over, follows, .. } = run;
     let stats = engine.stats();
     Ok(Outcome {
         events,
@@ -160,6 +131,31 @@ pub fn replay(program: &Program, config: &ReplayConfig) -> Result<Outcome, Drive
         refusals_passed_over: passed_over,
         stats,
     })
+}
+
+/// An engine over a simulated device that is as large as the recorded one where that matters for
+/// addresses, and larger than any trace where it does not.
+fn device_for(
+    program: &Program,
+    config: &ReplayConfig,
+) -> (Engine<Arc<SimDriver>>, Arc<SimDriver>) {
+    let recorded = program.device_total.filter(|_| config.policy == program.policy);
+    let total = recorded.unwrap_or(UNLIMITED).max(config.capacity.unwrap_or(0));
+    let driver = Arc::new(SimDriver::new(SimConfig::with_capacity(total)));
+    let clock: Arc<dyn Clock> = Arc::new(VirtualClock::new());
+    let engine = Engine::with_config(
+        Arc::clone(&driver),
+        EngineConfig { options: options_for(program, config), ladder: config.ladder, clock },
+    );
+    if config.capacity.is_some() {
+        engine.set_memory_limit(config.capacity);
+    }
+    (engine, driver)
+}
+
+fn options_for(program: &Program, config: &ReplayConfig) -> Options {
+    let options = config.options.as_ref().unwrap_or(&program.options);
+    Options { expandable_segments: config.policy == Policy::Expandable, ..options.clone() }
 }
 
 enum Stop {
@@ -194,7 +190,31 @@ struct Run<'a> {
     passed_over: u64,
 }
 
-impl Run<'_> {
+impl<'a> Run<'a> {
+    fn new(
+        engine: &'a Engine<Arc<SimDriver>>,
+        driver: &'a SimDriver,
+        program: &Program,
+        config: &ReplayConfig,
+    ) -> Self {
+        Self {
+            engine,
+            driver,
+            options: options_for(program, config),
+            capacity: config.capacity,
+            follows: config.policy == program.policy,
+            addresses: vec![0; usize::try_from(program.allocs).unwrap_or(usize::MAX)],
+            pending: FxHashMap::default(),
+            placed: false,
+            pool_uses: Vec::new(),
+            same: 0,
+            allocs: 0,
+            difference: None,
+            oom: None,
+            passed_over: 0,
+        }
+    }
+
     fn run(&mut self, program: &Program) -> Result<(), Stop> {
         for &step in &program.steps {
             match step {
@@ -359,5 +379,63 @@ impl Run<'_> {
                 && matches!(&segment.blocks[..], [only] if only.use_ == BlockUse::Free)
         };
         self.engine.snapshot().segments.iter().filter(is_releasable).count()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::PathBuf;
+
+    use cushion_core::driver::{FailWhen, Fault};
+
+    use super::*;
+    use crate::{Limits, open};
+
+    /// Fails the n-th driver call for every n over a whole trace. Whatever the call was, the run ends
+    /// in a typed error or goes on, nothing is inconsistent, every later free succeeds, and all
+    /// memory comes back.
+    fn fail_every_call(name: &str, capacity: u64, fault: Fault) {
+        let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/traces/corners");
+        let path = PathBuf::from(folder).join(format!("{name}.pickle.gz"));
+        let program = Program::of(&open(&path, &Limits::default()).unwrap(), 0);
+        let config = ReplayConfig {
+            policy: program.policy,
+            ladder: Ladder::Torch,
+            capacity: Some(capacity),
+            options: None,
+        };
+        let calls = replay(&program, &config).unwrap().driver.total();
+        assert!(calls > 100, "{name} makes {calls} driver calls");
+        for nth in 1..=calls {
+            let (engine, driver) = device_for(&program, &config);
+            driver.fail(FailWhen::NthOfAny(nth), fault);
+            let ended = Run::new(&engine, &driver, &program, &config).run(&program);
+            if let Err(Stop::Driver(error)) = ended {
+                assert_eq!(error.fault, fault, "{name}, call {nth}: another fault");
+            }
+            engine.check_invariants().unwrap_or_else(|v| panic!("{name}, call {nth}: {v}"));
+            driver.clear_failures();
+            for segment in engine.snapshot().segments {
+                for block in segment.blocks.iter().filter(|block| block.use_ == BlockUse::Live) {
+                    engine.free(block.address).expect("every later free succeeds");
+                }
+            }
+            driver.finish_all();
+            engine.empty_cache().expect("the driver works again");
+            engine.check_invariants().unwrap_or_else(|v| panic!("{name}, call {nth}, end: {v}"));
+            assert_eq!(driver.held(), 0, "{name}, call {nth}: memory is lost");
+        }
+    }
+
+    #[test]
+    fn any_driver_call_may_fail_under_segments() {
+        fail_every_call("capped", 1 << 30, Fault::Failed(999));
+        fail_every_call("garbage_max_split", 3 << 29, Fault::OutOfMemory);
+    }
+
+    #[test]
+    fn any_driver_call_may_fail_under_expandable() {
+        fail_every_call("capped_expandable", 1 << 30, Fault::Failed(999));
+        fail_every_call("max_split_expandable", 1 << 30, Fault::OutOfMemory);
     }
 }
