@@ -1,0 +1,31 @@
+# Every check that runs in CI is a target here.
+CARGO ?= cargo
+TRACES ?=
+
+.PHONY: help test demo bench docs verify clean
+
+help: ## what can be made
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
+
+test: ## format, lints, documentation, every test that needs no GPU
+	$(CARGO) fmt --all -- --check
+	$(CARGO) clippy --workspace --all-targets --locked -- -D warnings
+	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --workspace --no-deps --locked --quiet
+	$(CARGO) test --workspace --locked
+
+demo: ## replay recorded runs on a simulated 24 GiB card: one policy dies, the other lives
+	@$(CARGO) build --release --locked --quiet --bin cushion
+	@sh scripts/demo.sh target/release/cushion
+
+bench: ## speed of the engine and of replay (TRACES=FOLDER for other traces)
+	TRACES="$(TRACES)" $(CARGO) bench --workspace --locked --benches --quiet
+
+verify: ## compare the engine with PyTorch's recorded addresses, on all traces shipped
+	@$(CARGO) build --release --locked --quiet --bin cushion
+	@sh scripts/verify.sh target/release/cushion
+
+docs: ## write the generated pages again
+	$(CARGO) run --release --locked --quiet --bin cushion -- options > docs/options.md
+
+clean:
+	$(CARGO) clean

@@ -1,0 +1,178 @@
+//! The command as people run it.
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+    use std::path::PathBuf;
+    use std::process::{Command, Output};
+
+    use serde_json::Value;
+
+    fn trace(name: &str) -> String {
+        let folder = PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/traces"));
+        folder.join(format!("{name}.pickle.gz")).display().to_string()
+    }
+
+    fn cushion(args: &[&str]) -> Output {
+        Command::new(env!("CARGO_BIN_EXE_cushion")).args(args).output().unwrap()
+    }
+
+    fn text(bytes: &[u8]) -> String {
+        String::from_utf8(bytes.to_vec()).unwrap()
+    }
+
+    fn json(output: &Output) -> Vec<Value> {
+        text(&output.stdout).lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+    }
+
+    #[test]
+    fn a_trace_that_fits() {
+        let trace = trace("stream_offload");
+        let output = cushion(&["replay", &trace]);
+        assert_eq!(output.status.code(), Some(0));
+        let expected = "\
+trace                     policy      allocs  live peak  reserved peak  excess    driver  result
+stream_offload.pickle.gz  segments      3577   9.85 GiB      12.08 GiB  1.2264   6.51 ms  fits
+stream_offload.pickle.gz  expandable    3577   9.85 GiB      10.00 GiB  1.0154  22.65 ms  fits
+";
+        assert_eq!(text(&output.stdout), expected);
+        assert_eq!(text(&output.stderr), "");
+    }
+
+    #[test]
+    fn json_has_a_line_for_each_trace_and_policy() {
+        let traces = [trace("stream_offload"), trace("graphs_serving")];
+        let output = cushion(&["replay", "--json", &traces[0], &traces[1]]);
+        assert_eq!(output.status.code(), Some(0));
+        let rows = json(&output);
+        assert_eq!(rows.len(), 4);
+        for (row, (trace, policy)) in rows.iter().zip([
+            (&traces[0], "segments"),
+            (&traces[0], "expandable"),
+            (&traces[1], "segments"),
+            (&traces[1], "expandable"),
+        ]) {
+            assert_eq!(row["trace"], **trace);
+            assert_eq!(row["policy"], policy);
+            assert_eq!(row["ladder"], "torch");
+            assert_eq!(row["oom"], Value::Null);
+            for key in ["events", "allocs", "live_peak_bytes", "reserved_peak_bytes", "retries"] {
+                assert!(row[key].is_u64(), "{key}: {row}");
+            }
+            for key in ["malloc", "free", "create", "map", "set_access", "unmap", "release"] {
+                assert!(row["driver"][key].is_u64(), "{key}: {row}");
+            }
+            assert!(row["driver"]["time_us"].as_f64().unwrap() > 0.0);
+            let ratio = row["reserved_peak_bytes"].as_f64().unwrap()
+                / row["live_peak_bytes"].as_f64().unwrap();
+            assert!((row["excess"].as_f64().unwrap() - ratio).abs() < 1e-12);
+        }
+        assert_eq!(rows[0]["same_address"], 3577);
+        assert_eq!(rows[1]["same_address"], Value::Null);
+    }
+
+    #[test]
+    fn out_of_memory_is_exit_code_1_with_the_figures() {
+        let trace = trace("llama_varlen.capped24");
+        let args = ["replay", &trace, "--capacity", "24GiB", "--verify", "--json"];
+        let output = cushion(&[&args[..], &["--policy", "segments"]].concat());
+        assert_eq!(output.status.code(), Some(1));
+        let row = &json(&output)[0];
+        assert_eq!(row["same_address"], row["allocs"]);
+        assert_eq!(row["oom"]["event"], 278_444);
+        assert_eq!(row["oom"]["requested"], 4_072_448_000_u64);
+        for key in ["live", "reserved", "largest_free"] {
+            assert!(row["oom"][key].as_u64().unwrap() > 0, "{key}");
+        }
+        assert!(text(&output.stderr).contains("93299 of 93299 allocations at PyTorch's address"));
+
+        let output = cushion(&[&args[..], &["--policy", "expandable"]].concat());
+        assert_eq!(output.status.code(), Some(0));
+        assert!(
+            text(&output.stderr).contains("not verified, the trace was recorded with segments")
+        );
+    }
+
+    #[test]
+    fn a_difference_is_exit_code_3_and_is_explained() {
+        let trace = trace("vision_multires");
+        let output = cushion(&[
+            "replay",
+            &trace,
+            "--policy",
+            "segments",
+            "--verify",
+            "--conf",
+            "roundup_power2_divisions:4,pinned_use_background_threads:True",
+        ]);
+        assert_eq!(output.status.code(), Some(3));
+        let talk = text(&output.stderr);
+        assert!(talk.contains("the first difference is at event"), "{talk}");
+        assert!(
+            talk.contains("not options of the device allocator: pinned_use_background_threads")
+        );
+    }
+
+    #[test]
+    fn a_refused_request_is_passed_over_without_a_limit() {
+        let output = cushion(&["replay", &trace("llama_varlen.capped24"), "--json"]);
+        assert_eq!(output.status.code(), Some(0));
+        assert!(text(&output.stderr).contains("--capacity tries them"));
+    }
+
+    #[test]
+    fn the_graceful_ladder_runs_and_is_not_verified() {
+        let trace = trace("graphs_serving");
+        let output = cushion(&["replay", &trace, "--ladder", "graceful", "--json"]);
+        assert_eq!(output.status.code(), Some(0));
+        assert_eq!(json(&output)[0]["ladder"], "graceful");
+        let output = cushion(&["replay", &trace, "--ladder", "graceful", "--verify"]);
+        assert_eq!(output.status.code(), Some(2));
+    }
+
+    #[test]
+    fn bad_input_and_usage_are_exit_code_2() {
+        let good = trace("stream_offload");
+        let mut file = tempfile::NamedTempFile::new().unwrap();
+        file.write_all(b"not a pickle").unwrap();
+        let bad = file.path().display().to_string();
+        for args in [
+            &["replay", "/no/such/file"][..],
+            &["replay", &bad],
+            &["replay", &bad, &good],
+            &["replay", &good, "--device", "3"],
+            &["replay", &good, "--capacity", "lots"],
+            &["replay", &good, "--conf", "max_split_size_mb:1"],
+            &["replay", &good, "--conf", "nonsense:1"],
+            &["replay", &good, "--policy", "best"],
+            &["replay"],
+            &["dance"],
+            &[],
+        ] {
+            let output = cushion(args);
+            assert_eq!(output.status.code(), Some(2), "{args:?}");
+            assert!(!output.stderr.is_empty(), "{args:?} says nothing");
+        }
+        // A bad file does not keep the good one from being replayed.
+        let output = cushion(&["replay", &bad, &good, "--json"]);
+        assert_eq!(json(&output).len(), 2);
+        let talk = text(&output.stderr);
+        assert!(talk.contains(&bad) && talk.contains("at byte 0"), "{talk}");
+    }
+
+    #[test]
+    fn help_goes_to_standard_output() {
+        for args in [&["--help"][..], &["replay", "--help"], &["--version"]] {
+            let output = cushion(args);
+            assert_eq!(output.status.code(), Some(0), "{args:?}");
+            assert!(!output.stdout.is_empty() && output.stderr.is_empty(), "{args:?}");
+        }
+    }
+
+    #[test]
+    fn the_generated_page_of_options_is_up_to_date() {
+        let output = cushion(&["options"]);
+        let page = include_str!("../../../docs/options.md");
+        assert_eq!(text(&output.stdout), page, "run `make docs`");
+    }
+}

@@ -1,0 +1,102 @@
+//! What an allocate-and-free pair costs on the CPU: the lines of the tables in the documentation.
+//!
+//! Each row is the median of several runs, in nanoseconds per pair. Ratios between rows of one run
+//! mean something; absolute figures depend on the machine.
+
+#![expect(clippy::print_stdout, reason = "the bench's table is its output")]
+#![expect(clippy::disallowed_methods, reason = "a bench measures real time")]
+
+use std::hint::black_box;
+use std::time::Instant;
+
+use cushion_core::{Engine, Policy, SimConfig, SimDriver, StreamId};
+
+const RUNS: usize = 9;
+const PAIRS: u32 = 200_000;
+const STREAM: StreamId = StreamId(0);
+
+fn engine(policy: Policy) -> Engine<SimDriver> {
+    let engine = Engine::new(SimDriver::new(SimConfig::with_capacity(64 << 30)));
+    engine.set_policy(policy);
+    engine
+}
+
+/// Nanoseconds per pair of the median run.
+fn median(mut run: impl FnMut()) -> f64 {
+    let mut times: Vec<f64> = (0..RUNS)
+        .map(|_| {
+            let start = Instant::now();
+            run();
+            start.elapsed().as_secs_f64() * 1e9 / f64::from(PAIRS)
+        })
+        .collect();
+    times.sort_by(f64::total_cmp);
+    times[RUNS / 2]
+}
+
+fn pair(policy: Policy, bytes: u64) -> f64 {
+    let engine = engine(policy);
+    median(|| {
+        for _ in 0..PAIRS {
+            let address = engine.alloc(black_box(bytes), STREAM).expect("memory");
+            engine.free(address).expect("a live address");
+        }
+    })
+}
+
+/// Random sizes with a fixed number of blocks live: each pair frees one at random and allocates
+/// another.
+fn churn(policy: Policy, live: usize) -> f64 {
+    let engine = engine(policy);
+    let mut state = 0x9e37_79b9_7f4a_7c15_u64;
+    let mut random = move || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        state
+    };
+    let size = |random: u64| 512 + (random >> 40) % (1 << (9 + random % 13));
+    let mut blocks: Vec<u64> =
+        (0..live).map(|_| engine.alloc(size(random()), STREAM).expect("memory")).collect();
+    median(|| {
+        for _ in 0..PAIRS {
+            #[expect(clippy::cast_possible_truncation, reason = "an index")]
+            let index = random() as usize % live;
+            engine.free(blocks[index]).expect("a live address");
+            blocks[index] = engine.alloc(size(random()), STREAM).expect("memory");
+        }
+    })
+}
+
+/// Pairs from several threads at once, on one stream.
+fn threads(policy: Policy, count: u32) -> f64 {
+    let engine = engine(policy);
+    median(|| {
+        std::thread::scope(|scope| {
+            for _ in 0..count {
+                scope.spawn(|| {
+                    for _ in 0..PAIRS / count {
+                        let address = engine.alloc(black_box(4096), STREAM).expect("memory");
+                        engine.free(address).expect("a live address");
+                    }
+                });
+            }
+        });
+    })
+}
+
+fn main() {
+    println!("{:<24} {:>12} {:>12}", "ns per pair", "segments", "expandable");
+    type Row = (&'static str, fn(Policy) -> f64);
+    let rows: [Row; 5] = [
+        ("pair of 4 KiB", |policy| pair(policy, 4 << 10)),
+        ("pair of 4 MiB", |policy| pair(policy, 4 << 20)),
+        ("churn, 64 live", |policy| churn(policy, 64)),
+        ("churn, 4096 live", |policy| churn(policy, 4096)),
+        ("4 threads, one stream", |policy| threads(policy, 4)),
+    ];
+    for (name, row) in rows {
+        let [segments, expandable] = Policy::ALL.map(row);
+        println!("{name:<24} {segments:>12.1} {expandable:>12.1}");
+    }
+}
