@@ -8,8 +8,10 @@
 
 mod arena;
 mod error;
+mod holdings;
 mod open;
 mod pickle;
+mod pools;
 mod program;
 mod replay;
 mod snapshot;

@@ -6,9 +6,10 @@
 //! `free_completed` that comes later is a free that had to wait for another stream. The rest is
 //! inferred here:
 //!
-//! - **Private pools** come from the events themselves where they name one (newer PyTorch), else
-//!   from the final `segments`: an allocation inside a segment that ends up in a private pool was
-//!   made from that pool. Allocations in a row from one private pool are taken as one capture.
+//! - **Private pools** come from the events themselves where they name one (newer PyTorch), from the
+//!   final `segments`, and for the rest from a trial (see `pools.rs`): an allocation inside a segment
+//!   of a private pool was made from that pool. Allocations in a row from one private pool are taken
+//!   as one capture.
 //! - **`empty_cache`** shows as a run of `segment_free` or `segment_unmap`. Directly before a miss
 //!   the run may also be PyTorch's own reaction to a shortage; which of the two it was is decided
 //!   when the program runs, by whether the limit would have been passed.
@@ -16,11 +17,12 @@
 //! - **Addresses** of segments are the recorded ones, so that block addresses can be compared.
 //! - **A refused request** (`oom`) is tried again by a run with a limit.
 
-use std::collections::BTreeMap;
-
 use cushion_core::{Options, Policy, PoolId, StreamId};
 use rustc_hash::FxHashMap;
 
+use crate::holdings::Holdings;
+use crate::pools::{self, Labels};
+use crate::replay::follow;
 use crate::snapshot::{Action, Event, Segment, Settings, Snapshot};
 
 /// What a trace asks of an allocator.
@@ -60,7 +62,9 @@ pub(crate) enum Step {
     Refused { event: u32, size: u64, stream: StreamId },
     /// Everything cached was given back, `plain` segments among it; if `before` names a request that
     /// missed right after, maybe by PyTorch itself on its behalf.
-    EmptyCache { plain: u32, before: Option<u64> },
+    EmptyCache { plain: u32, events: (u32, u32), before: Option<u64> },
+    /// Everything cached of one private pool was given back.
+    EmptyPool { pool: PoolId, events: (u32, u32) },
     /// PyTorch's next segment has this size and address.
     PlaceSegment { bytes: u64, address: u64 },
     /// PyTorch's next reserved range, if it made one, begins here.
@@ -80,28 +84,75 @@ impl Program {
     #[must_use]
     pub fn of(snapshot: &Snapshot, device: usize) -> Self {
         let events = snapshot.devices.get(device).map_or(&[][..], Vec::as_slice);
-        let segments = snapshot
+        let segments: Vec<&Segment> = snapshot
             .segments
             .iter()
             .filter(|segment| usize::try_from(segment.device) == Ok(device))
-            .collect::<Vec<_>>();
+            .collect();
         let mut notes = Vec::new();
+        let recording = Recording {
+            events,
+            start: Holdings::before(events, &segments),
+            options: options_of(&snapshot.settings, &mut notes),
+            device_total: device_total(events),
+        };
+        let mut labels = Labels::recorded(events, &segments, &recording.start);
+        if !labels.is_complete() && recording.gives_back_everything_at_once() {
+            labels = pools::infer(events, &recording.start, labels, |labels| {
+                follow(&recording.program(labels), events)
+            });
+            if labels.inferred() > 0 {
+                notes.push(format!(
+                    "{} segments that were given back under way are taken as private pools' by \
+                     inference",
+                    labels.inferred()
+                ));
+            }
+        }
+        let mut program = recording.program(&labels);
+        program.notes.splice(0..0, notes);
+        program
+    }
+
+    /// Whether nothing can be learned from it.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.steps.is_empty()
+    }
+}
+
+/// One device's part of a snapshot.
+struct Recording<'a> {
+    events: &'a [Event],
+    /// What was held before the first event.
+    start: Holdings,
+    options: Options,
+    device_total: Option<u64>,
+}
+
+impl Recording<'_> {
+    /// Whether all that PyTorch gave back was all there was, so that a trial without the limit it had
+    /// can follow it.
+    fn gives_back_everything_at_once(&self) -> bool {
+        self.options.max_split_size.is_none() && self.options.garbage_collection_threshold == 0.0
+    }
+
+    fn program(&self, labels: &Labels) -> Program {
+        let events = self.events;
         let maps = events.iter().any(|event| event.action == Action::SegmentMap);
         let plain = events.iter().any(|event| event.action == Action::SegmentAlloc);
-        let options = options_of(&snapshot.settings, &mut notes);
-        let expandable = if maps == plain { options.expandable_segments } else { maps };
+        let expandable = if maps == plain { self.options.expandable_segments } else { maps };
         let policy = if expandable { Policy::Expandable } else { Policy::Segments };
         let mut builder = Builder {
             events,
+            labels,
+            holdings: self.start.clone(),
             steps: Vec::with_capacity(events.len()),
             live: FxHashMap::default(),
             waiting: FxHashMap::default(),
             slots: 0,
             window: None,
-            pools: private_ranges(events, &segments),
-            segment_pools: BTreeMap::new(),
             expandable,
-            mapped: MappedRanges::default(),
             held_back: Vec::new(),
             unknown_frees: 0,
             overlaps: 0,
@@ -110,6 +161,7 @@ impl Program {
         let Builder { mut steps, window, unknown_frees, overlaps, slots, .. } = builder;
         steps.extend(window.map(Step::EndPool));
         spread_over_streams(&mut steps);
+        let mut notes = Vec::new();
         if unknown_frees > 0 {
             notes.push(format!(
                 "{unknown_frees} frees of memory that was allocated before the trace begins are \
@@ -122,26 +174,23 @@ impl Program {
                  freed"
             ));
         }
-        Self {
+        Program {
             steps,
             events: events.len() as u64,
             allocs: u64::from(slots),
-            options,
+            options: self.options.clone(),
             policy,
-            device_total: device_total(events),
+            device_total: self.device_total,
             notes,
         }
-    }
-
-    /// Whether nothing can be learned from it.
-    #[must_use]
-    pub fn is_empty(&self) -> bool {
-        self.steps.is_empty()
     }
 }
 
 struct Builder<'a> {
     events: &'a [Event],
+    labels: &'a Labels,
+    /// What PyTorch holds at this point.
+    holdings: Holdings,
     steps: Vec<Step>,
     /// Slots by address.
     live: FxHashMap<u64, Slot>,
@@ -150,13 +199,8 @@ struct Builder<'a> {
     slots: Slot,
     /// The private pool requests go to now.
     window: Option<PoolId>,
-    /// Ranges of private pools: end, pool, and the event from which it holds.
-    pools: BTreeMap<u64, (u64, PoolId, usize)>,
-    /// The pool of each segment that an event named.
-    segment_pools: BTreeMap<u64, PoolId>,
     /// Whether expandable segments are on at this point.
     expandable: bool,
-    mapped: MappedRanges,
     /// Completions that the coming release waited for.
     held_back: Vec<Slot>,
     unknown_frees: u64,
@@ -203,8 +247,8 @@ impl Builder<'_> {
     }
 
     fn alloc(&mut self, index: usize, event: Event) {
-        self.enter_pool(self.pool_of(index, event));
-        if !self.expandable && self.mapped.contains(event.addr) {
+        self.enter_pool(self.pool_at(event.addr));
+        if !self.expandable && self.holdings.is_paged(event.addr) {
             // Only expandable segments reuse their own memory.
             self.switch_expandable(true);
         }
@@ -246,14 +290,7 @@ impl Builder<'_> {
     /// A segment that PyTorch got for the allocation that follows.
     fn miss(&mut self, event: Event) {
         let plain = event.action == Action::SegmentAlloc;
-        if let Some((a, b)) = event.pool {
-            self.segment_pools.insert(event.addr, PoolId(a, b));
-        }
-        if plain {
-            self.mapped.remove(event.addr);
-        } else {
-            self.mapped.add(&event);
-        }
+        self.holdings.take(&event);
         if plain == self.expandable {
             self.switch_expandable(!plain);
         }
@@ -273,46 +310,53 @@ impl Builder<'_> {
     /// A run of segments given back.
     fn release(&mut self, index: usize) -> usize {
         let mut next = index;
-        let mut released = Vec::new();
+        let mut pools = Vec::new();
         let mut plain = 0;
         while let Some(event) = self.events.get(next) {
             match event.action {
                 Action::SegmentFree | Action::SegmentUnmap => {
                     plain += u32::from(event.action == Action::SegmentFree);
-                    let known = event.pool.map(|(a, b)| PoolId(a, b));
-                    released.extend(known.or_else(|| self.private_pool_at(event.addr, next)));
+                    pools.push(self.pool_at(event.addr));
+                    self.holdings.take(event);
                 }
-                Action::FreeCompleted => {
+                Action::FreeCompleted if self.release_follows(next) => {
                     self.held_back.extend(self.waiting.remove(&event.addr));
                 }
                 _ => break,
             }
             next += 1;
         }
-        released.sort_unstable();
-        released.dedup();
+        pools.sort_unstable();
+        pools.dedup();
         self.enter_pool(PoolId::DEFAULT);
-        for pool in released.into_iter().filter(|&pool| pool != PoolId::DEFAULT) {
-            self.steps.push(Step::ReleasePool(pool));
+        let private = pools.iter().copied().filter(|&pool| pool != PoolId::DEFAULT);
+        self.steps.extend(private.clone().map(Step::ReleasePool));
+        let events = (narrow(index), narrow(next));
+        if pools.contains(&PoolId::DEFAULT) {
+            let before = self.missed_request(next);
+            self.steps.push(Step::EmptyCache { plain, events, before });
+            if before.is_some() {
+                return next;
+            }
+        } else {
+            self.steps.extend(private.map(|pool| Step::EmptyPool { pool, events }));
         }
-        let before = self.events[next..]
-            .iter()
-            .take_while(|event| {
-                matches!(
-                    event.action,
-                    Action::SegmentAlloc | Action::SegmentMap | Action::Alloc | Action::Oom
-                )
-            })
-            .find(|event| matches!(event.action, Action::Alloc | Action::Oom))
-            .filter(|event| {
-                event.action == Action::Oom || self.events[next].action != Action::Alloc
-            })
-            .map(|event| event.size);
-        self.steps.push(Step::EmptyCache { plain, before });
-        if before.is_none() {
-            self.let_go();
-        }
+        self.let_go();
         next
+    }
+
+    /// The size of the request that missed, if the next thing to happen from `index` on is a miss.
+    fn missed_request(&self, index: usize) -> Option<u64> {
+        let is_miss =
+            |event: &&Event| matches!(event.action, Action::SegmentAlloc | Action::SegmentMap);
+        let rest = &self.events[index..];
+        let misses = rest.iter().take_while(is_miss).count();
+        rest.get(misses)
+            .filter(|event| match event.action {
+                Action::Alloc => misses > 0,
+                action => action == Action::Oom,
+            })
+            .map(|event| event.size)
     }
 
     /// Whether, of what follows, a release comes before the next request or free.
@@ -348,16 +392,8 @@ impl Builder<'_> {
         }
     }
 
-    fn pool_of(&self, index: usize, event: Event) -> PoolId {
-        match event.pool {
-            Some((a, b)) => PoolId(a, b),
-            None => self.private_pool_at(event.addr, index).unwrap_or(PoolId::DEFAULT),
-        }
-    }
-
-    fn private_pool_at(&self, address: u64, index: usize) -> Option<PoolId> {
-        let (_, &(end, pool, since)) = self.pools.range(..=address).next_back()?;
-        (address < end && index >= since).then_some(pool)
+    fn pool_at(&self, address: u64) -> PoolId {
+        self.holdings.at(address).map_or(PoolId::DEFAULT, |id| self.labels.pool(id))
     }
 }
 
@@ -383,28 +419,6 @@ fn spread_over_streams(steps: &mut [Step]) {
             *other = narrow(stream);
         }
     }
-}
-
-/// Where the final segments of private pools lie, and from which event on they do.
-fn private_ranges(events: &[Event], segments: &[&Segment]) -> BTreeMap<u64, (u64, PoolId, usize)> {
-    let mut ranges: BTreeMap<u64, (u64, PoolId, usize)> = segments
-        .iter()
-        .filter(|segment| segment.pool != (0, 0))
-        .map(|segment| {
-            let end = segment.address.saturating_add(segment.total_size);
-            (segment.address, (end, PoolId(segment.pool.0, segment.pool.1), 0))
-        })
-        .collect();
-    if !ranges.is_empty() {
-        for (index, event) in events.iter().enumerate() {
-            if event.action == Action::SegmentAlloc
-                && let Some((_, _, since)) = ranges.get_mut(&event.addr)
-            {
-                *since = index;
-            }
-        }
-    }
-    ranges
 }
 
 /// The options the trace was recorded with: its conf string, corrected by the settings in force.
@@ -439,48 +453,20 @@ fn options_of(settings: &Settings, notes: &mut Vec<String>) -> Options {
 /// The size of the device, as far as the distance between reserved ranges tells: PyTorch makes each
 /// of them 9/8 of it.
 fn device_total(events: &[Event]) -> Option<u64> {
-    let mut ranges = MappedRanges::default();
-    for event in events.iter().filter(|event| event.action == Action::SegmentMap) {
-        ranges.add(event);
-    }
     // Ranges of small and large pools differ by less than a page, and one can take the place of
     // another that is gone: starts closer together than this are of ranges at different times.
     let apart = cushion_core::size::GIB;
-    let starts: Vec<u64> = ranges.0.into_keys().collect();
-    let gaps = starts.windows(2).map(|pair| pair[1] - pair[0]);
-    let nearest = gaps.filter(|&gap| gap > apart).min()?;
-    Some((nearest - apart / 4) / 9 * 8)
-}
-
-/// The ranges that pages were mapped into: start, and the highest address mapped so far.
-#[derive(Debug, Default)]
-struct MappedRanges(BTreeMap<u64, u64>);
-
-impl MappedRanges {
-    fn add(&mut self, event: &Event) {
-        let end = event.addr.saturating_add(event.size);
-        match self.0.range_mut(..=event.addr).next_back() {
-            // Pages are mapped at the lowest free place, so a place beyond all that was ever mapped
-            // is another range.
-            Some((_, highest)) if event.addr <= *highest => *highest = end.max(*highest),
-            _ => {
-                self.0.insert(event.addr, end);
-            }
+    let mut holdings = Holdings::default();
+    let mut nearest: Option<u64> = None;
+    for event in events {
+        let before = holdings.count();
+        holdings.take(event);
+        if holdings.count() > before && event.action == Action::SegmentMap {
+            let gaps = holdings.ranges().map(|start| start.abs_diff(event.addr));
+            nearest = gaps.filter(|&gap| gap > apart).chain(nearest).min();
         }
     }
-
-    /// Something else is at `address` now, so the range is gone.
-    fn remove(&mut self, address: u64) {
-        if self.contains(address)
-            && let Some(&start) = self.0.range(..=address).next_back().map(|(start, _)| start)
-        {
-            self.0.remove(&start);
-        }
-    }
-
-    fn contains(&self, address: u64) -> bool {
-        self.0.range(..=address).next_back().is_some_and(|(_, &highest)| address < highest)
-    }
+    Some((nearest? - apart / 4) / 9 * 8)
 }
 
 fn narrow(index: usize) -> u32 {

@@ -1,17 +1,20 @@
 //! Runs a program on the engine and the simulated device.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use cushion_core::driver::CallCounts;
 use cushion_core::size::{GIB, block_size, segment_size};
 use cushion_core::{
-    AllocError, BlockUse, Clock, DriverError, Engine, EngineConfig, Ladder, Options, Policy,
-    PoolId, SegmentFigures, SimConfig, SimDriver, Stats, StreamId, VirtualClock,
+    Action, AllocError, BlockUse, Clock, DriverError, Engine, EngineConfig, Ladder, Options,
+    Policy, PoolId, SegmentFigures, SimConfig, SimDriver, Stats, StreamId, VirtualClock,
 };
 
 use rustc_hash::FxHashMap;
 
+use crate::pools::{Departure, DepartureKind};
 use crate::program::{Program, Slot, Step};
+use crate::snapshot::{Action as Recorded, Event};
 
 /// A device that no trace fills.
 const UNLIMITED: u64 = 1024 * GIB;
@@ -115,6 +118,7 @@ pub fn replay(program: &Program, config: &ReplayConfig) -> Result<Outcome, Drive
         Ok(()) => program.events,
         Err(Stop::OutOfMemory(event)) => u64::from(event) + 1,
         Err(Stop::Driver(error)) => return Err(error),
+        Err(Stop::Departed(departure)) => unreachable!("no trial: {departure:?}"),
     };
     let Run { same, allocs, difference, oom, passed_over, follows, .. } = run;
     let stats = engine.stats();
@@ -131,6 +135,21 @@ pub fn replay(program: &Program, config: &ReplayConfig) -> Result<Outcome, Drive
         refusals_passed_over: passed_over,
         stats,
     })
+}
+
+/// Follows PyTorch, with no limit, until the first departure from its path.
+pub(crate) fn follow(program: &Program, events: &[Event]) -> Option<Departure> {
+    let (policy, ladder) = (program.policy, Ladder::Torch);
+    let config = ReplayConfig { policy, ladder, capacity: None, options: None };
+    let (engine, driver) = device_for(program, &config);
+    let mut run = Run::new(&engine, &driver, program, &config);
+    run.trial = Some(events);
+    match run.run(program) {
+        Ok(()) => None,
+        Err(Stop::Departed(departure)) => Some(departure),
+        // Not a matter of pools.
+        Err(Stop::OutOfMemory(_) | Stop::Driver(_)) => None,
+    }
 }
 
 /// An engine over a simulated device that is as large as the recorded one where that matters for
@@ -161,6 +180,8 @@ fn options_for(program: &Program, config: &ReplayConfig) -> Options {
 enum Stop {
     OutOfMemory(u32),
     Driver(DriverError),
+    /// Only in a trial.
+    Departed(Departure),
 }
 
 impl From<DriverError> for Stop {
@@ -182,6 +203,8 @@ struct Run<'a> {
     pending: FxHashMap<Slot, (StreamId, u64)>,
     /// Whether a recorded place is waiting to be used.
     placed: bool,
+    /// The trace, if the run is to end at the first departure from it.
+    trial: Option<&'a [Event]>,
     pool_uses: Vec<(PoolId, u32)>,
     same: u64,
     allocs: u64,
@@ -206,6 +229,7 @@ impl<'a> Run<'a> {
             addresses: vec![0; usize::try_from(program.allocs).unwrap_or(usize::MAX)],
             pending: FxHashMap::default(),
             placed: false,
+            trial: None,
             pool_uses: Vec::new(),
             same: 0,
             allocs: 0,
@@ -263,6 +287,10 @@ impl<'a> Run<'a> {
             self.placed = false;
         }
         if ours != pytorch && self.difference.is_none() {
+            if let (Some(_), Some(pytorch), Some(ours)) = (self.trial, pytorch, ours) {
+                let kind = DepartureKind::Served { pytorch, ours };
+                return Err(Stop::Departed(Departure { event: event as usize, kind }));
+            }
             let event = u64::from(event);
             self.difference = Some(Difference { event, requested: size, pytorch, ours });
         }
@@ -307,11 +335,12 @@ impl<'a> Run<'a> {
                     let _ = self.engine.free(address);
                 }
             }
-            Step::EmptyCache { plain, before } => {
+            Step::EmptyCache { plain, events, before } => {
                 if !before.is_some_and(|size| self.would_be_short(size, plain)) {
-                    self.engine.empty_cache()?;
+                    self.give_back(PoolId::DEFAULT, events)?;
                 }
             }
+            Step::EmptyPool { pool, events } => self.give_back(pool, events)?,
             Step::PlaceSegment { bytes, address } if self.follows => {
                 self.driver.place_alloc(bytes, address);
                 self.placed = true;
@@ -343,6 +372,32 @@ impl<'a> Run<'a> {
             }
         }
         Ok(())
+    }
+
+    /// Gives everything cached back; a trial compares what that was with what PyTorch gave back.
+    fn give_back(&mut self, pool: PoolId, (from, to): (u32, u32)) -> Result<(), Stop> {
+        let Some(trace) = self.trial else { return Ok(self.engine.empty_cache_of(pool)?) };
+        self.engine.record_history(1 << 16);
+        self.engine.empty_cache_of(pool)?;
+        let (entries, _) = self.engine.history();
+        self.engine.record_history(0);
+        let ours: BTreeSet<(u64, u64)> = entries
+            .iter()
+            .filter(|entry| matches!(entry.action, Action::SegmentFree | Action::SegmentUnmap))
+            .map(|entry| (entry.address, entry.size))
+            .collect();
+        let pytorch: BTreeSet<(u64, u64)> = trace[from as usize..to as usize]
+            .iter()
+            .filter(|event| matches!(event.action, Recorded::SegmentFree | Recorded::SegmentUnmap))
+            .map(|event| (event.addr, event.size))
+            .collect();
+        if ours == pytorch {
+            return Ok(());
+        }
+        let extra = ours.difference(&pytorch).map(|&(address, _)| address).collect();
+        let pytorch = pytorch.into_iter().map(|(address, _)| address).collect();
+        let kind = DepartureKind::GivenBack { extra, pytorch };
+        Err(Stop::Departed(Departure { event: from as usize, kind }))
     }
 
     fn begin_pool(&mut self, pool: PoolId) {

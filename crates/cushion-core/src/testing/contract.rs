@@ -221,7 +221,10 @@ fn free_now(driver: &impl Driver) -> u64 {
 
 fn assert_fell(driver: &impl Driver, before: u64, bytes: u64, what: &str) {
     let fell = before.saturating_sub(free_now(driver));
-    assert!(fell + SLACK >= bytes, "{what}: {bytes} bytes are held, but free memory fell by {fell}");
+    assert!(
+        fell + SLACK >= bytes,
+        "{what}: {bytes} bytes are held, but free memory fell by {fell}"
+    );
 }
 
 fn assert_back(driver: &impl Driver, before: u64, what: &str) {
