@@ -159,6 +159,12 @@ impl<D: Driver> Engine<D> {
         Some((block.size, block.requested))
     }
 
+    /// Whether a free block would serve this request as things stand: no driver call, no wait.
+    #[must_use]
+    pub fn would_hit(&self, bytes: u64, stream: StreamId) -> bool {
+        self.locked(|engine| engine.would_hit(bytes, stream))
+    }
+
     /// Frees what other streams are done with. Allocations do this themselves.
     pub fn process_events(&self) -> Result<(), DriverError> {
         self.locked(

@@ -129,8 +129,17 @@ impl<D: Driver> Locked<'_, D> {
         if self.is_collecting_garbage() {
             self.state.pools[request.pool].searches += 1;
         }
+        self.choose(request, policy)
+    }
+
+    fn choose(&self, request: &Request, policy: Policy) -> Option<BlockId> {
         let lane = self.state.pools[request.pool].lane(request.stream)?;
         policy.rules().choose(self.state.view(self.device_total), lane, request.size)
+    }
+
+    pub(crate) fn would_hit(&self, requested: u64, stream: StreamId) -> bool {
+        let request = self.request(requested, stream);
+        request.is_ok_and(|request| self.choose(&request, self.state.policy()).is_some())
     }
 
     /// Cuts the block to size and hands it out.

@@ -304,7 +304,7 @@ mod tests {
         driver.map(range + PAGE, 20 * MIB, pages[1]).unwrap();
         driver.set_access(range, 22 * MIB).unwrap();
         driver.unmap(range, 22 * MIB).unwrap();
-        pages.map(|page| driver.release(page).unwrap());
+        pages.into_iter().for_each(|page| driver.release(page).unwrap());
         driver.unreserve(range, 22 * MIB).unwrap();
         let event = driver.event_create().unwrap();
         driver.event_record(event, S1).unwrap();

@@ -58,8 +58,8 @@ pub(crate) enum Step {
     FreeLater { slot: Slot, other: u32 },
     /// That work is done.
     Complete { slot: Slot },
-    /// A request PyTorch refused.
-    Refused { event: u32, size: u64, stream: StreamId },
+    /// A request PyTorch refused; maybe for a private pool.
+    Refused { event: u32, size: u64, stream: StreamId, private: Option<PoolId> },
     /// Everything cached was given back, `plain` segments among it; if `before` names a request that
     /// missed right after, maybe by PyTorch itself on its behalf.
     EmptyCache { plain: u32, events: (u32, u32), before: Option<u64> },
@@ -235,10 +235,11 @@ impl Builder<'_> {
             Action::SegmentAlloc | Action::SegmentMap => self.miss(event),
             Action::SegmentFree | Action::SegmentUnmap => return self.release(index),
             Action::Oom => {
-                self.enter_pool(PoolId::DEFAULT);
-                let (event, size) = (narrow(index), event.size);
-                let stream = StreamId(self.events[index].stream);
-                self.steps.push(Step::Refused { event, size, stream });
+                let (pool, private) = self.refused_pools(index);
+                self.enter_pool(pool);
+                let Event { size, stream, .. } = event;
+                let (event, stream) = (narrow(index), StreamId(stream));
+                self.steps.push(Step::Refused { event, size, stream, private });
                 self.let_go();
             }
             _ => {}
@@ -389,6 +390,27 @@ impl Builder<'_> {
                 self.window.map(Step::EndPool).into_iter().chain(pool.map(Step::BeginPool));
             self.steps.splice(placed..placed, change.collect::<Vec<_>>());
             self.window = pool;
+        }
+    }
+
+    /// The pool of a refused request, which has no address: that of the requests before and after it,
+    /// if they agree. Else the default, and the private one it may have been for.
+    fn refused_pools(&self, index: usize) -> (PoolId, Option<PoolId>) {
+        if let Some((a, b)) = self.events[index].pool {
+            return (PoolId(a, b), None);
+        }
+        let mut holdings = self.holdings.clone();
+        let next = self.events[index..].iter().find(|event| {
+            holdings.take(event);
+            event.action == Action::Alloc
+        });
+        let after = next
+            .and_then(|event| holdings.at(event.addr))
+            .map(|id| self.labels.pool(id))
+            .filter(|&pool| pool != PoolId::DEFAULT);
+        match (self.window, after) {
+            (Some(before), Some(after)) if before == after => (before, None),
+            (before, after) => (PoolId::DEFAULT, after.or(before)),
         }
     }
 

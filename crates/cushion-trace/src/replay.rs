@@ -205,6 +205,8 @@ struct Run<'a> {
     placed: bool,
     /// The trace, if the run is to end at the first departure from it.
     trial: Option<&'a [Event]>,
+    /// The private pool that requests go to now.
+    window: Option<PoolId>,
     pool_uses: Vec<(PoolId, u32)>,
     same: u64,
     allocs: u64,
@@ -230,6 +232,7 @@ impl<'a> Run<'a> {
             pending: FxHashMap::default(),
             placed: false,
             trial: None,
+            window: None,
             pool_uses: Vec::new(),
             same: 0,
             allocs: 0,
@@ -323,14 +326,25 @@ impl<'a> Run<'a> {
             Step::Complete { slot } => {
                 if let Some((other, work)) = self.pending.remove(&slot) {
                     self.driver.finish_until(other, work);
+                    self.complete_in_capture()?;
                 }
             }
-            Step::Refused { event, size, stream } => {
+            Step::Refused { event, size, stream, private } => {
                 if self.capacity.is_none() {
                     self.passed_over += 1;
                     return Ok(());
                 }
-                if let Some(address) = self.alloc(event, size, stream, None)? {
+                // With room in the default pool, it was the private one that was full.
+                let private =
+                    private.filter(|_| self.follows && self.engine.would_hit(size, stream));
+                if let Some(pool) = private {
+                    self.begin_pool(pool);
+                }
+                let got = self.alloc(event, size, stream, None)?;
+                if private.is_some() {
+                    self.end_pool();
+                }
+                if let Some(address) = got {
                     // It fits here. What PyTorch's program did next, it did without this memory.
                     let _ = self.engine.free(address);
                 }
@@ -358,10 +372,7 @@ impl<'a> Run<'a> {
                 }
             }
             Step::BeginPool(pool) => self.begin_pool(pool),
-            Step::EndPool(pool) => {
-                let ended = self.engine.end_allocate_to_pool(pool);
-                debug_assert!(ended.is_ok(), "windows open and close in turn: {ended:?}");
-            }
+            Step::EndPool(_) => self.end_pool(),
             Step::ReleasePool(pool) => {
                 if let Some(index) = self.pool_uses.iter().position(|(known, _)| *known == pool) {
                     let (_, uses) = self.pool_uses.swap_remove(index);
@@ -404,10 +415,29 @@ impl<'a> Run<'a> {
         if self.engine.begin_allocate_to_pool(pool, Box::new(|_| true)).is_err() {
             return;
         }
+        self.window = Some(pool);
         match self.pool_uses.iter_mut().find(|(known, _)| *known == pool) {
             Some((_, uses)) => *uses += 1,
             None => self.pool_uses.push((pool, 1)),
         }
+    }
+
+    fn end_pool(&mut self) {
+        if let Some(pool) = self.window.take() {
+            let ended = self.engine.end_allocate_to_pool(pool);
+            debug_assert!(ended.is_ok(), "windows open and close in turn: {ended:?}");
+        }
+    }
+
+    /// PyTorch can complete a free during a capture by the order of the graph, which a trace does not
+    /// show. That it did is enough: step out of the capture for a moment.
+    fn complete_in_capture(&mut self) -> Result<(), Stop> {
+        if let Some(pool) = self.window {
+            self.end_pool();
+            self.engine.process_events()?;
+            self.begin_pool(pool);
+        }
+        Ok(())
     }
 
     /// Whether the limit would refuse a miss of this size as things stand, or make the engine collect
