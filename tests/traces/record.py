@@ -1,6 +1,8 @@
 """Records how PyTorch's own allocator behaves in its corners, for the engine to be verified against.
 
-usage: record.py OUTDIR [SCENARIO...]      (needs a CUDA GPU and PyTorch; about a minute)
+usage: record.py OUTDIR [SCENARIO...]      (needs a CUDA GPU and PyTorch; about two minutes)
+
+SEED=n in the environment records other programs of the same kinds.
 
 Each scenario is a seeded random program run in a process of its own under one set of options. It
 leaves OUTDIR/NAME.pickle.gz, the snapshot with its trace, and one line in OUTDIR/stats.jsonl: the
@@ -65,7 +67,7 @@ def main(name):
     if limit:
         torch.cuda.set_per_process_memory_fraction(limit * MIB / total)
     torch.cuda.memory._record_memory_history(enabled="all", context=None, stacks="python", max_entries=10**6)
-    rng = random.Random(name)
+    rng = random.Random(name + os.environ.get("SEED", ""))
     refused = globals()[program](torch, rng, 1500)
     torch.cuda.synchronize()
     stats = torch.cuda.memory_stats()
@@ -131,6 +133,10 @@ def graphs(torch, rng, steps):
     refused = 0
     held, shared = [], torch.cuda.graph_pool_handle()
     side = torch.cuda.Stream()
+    # A shared pool may not be used again once its last graph is gone: keep one.
+    anchor = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(anchor, pool=shared):
+        kept = torch.zeros(1000, device="cuda") + 1
     for _ in range(steps // 60):
         refused += churn(torch, rng, 30, streams=2)
         inputs = torch.zeros(rng.randrange(1, 3_000_000), device="cuda")

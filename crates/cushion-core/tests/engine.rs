@@ -93,6 +93,8 @@ mod tests {
             ("", 10 * MIB + 1, 10 * MIB + 512, 12),
             // A rest of a large block is not split off unless it is over 1 MiB.
             ("", 11 * MIB + 1, 12 * MIB, 12),
+            ("", 19 * MIB, 20 * MIB, 20),
+            ("", 19 * MIB - 512, 19 * MIB - 512, 20),
             (divisions, 5 * MIB + 1, 6 * MIB, 20),
             ("large_segment_size_mb:32", 2 * MIB, 2 * MIB, 32),
             (EXPANDABLE, 1, 512, 2),
@@ -642,7 +644,9 @@ mod tests {
     #[test]
     fn the_graceful_ladder_serves_what_pytorch_refuses() {
         for ladder in [Ladder::Torch, Ladder::Graceful] {
-            let gpu = gpu_with(20, "", ladder);
+            let gpu = gpu_with(32, "", ladder);
+            let cached = take(&gpu, 12 * MIB, S2);
+            gpu.free(cached).unwrap();
             let [pending, _live] = [(); 2].map(|()| take(&gpu, 9 * MIB, S0));
             gpu.record_stream(pending, S1).unwrap();
             gpu.driver().launch(S1);
@@ -653,7 +657,7 @@ mod tests {
                 assert_eq!(take(&gpu, 9 * MIB, S0), pending, "and does when asked again");
             } else {
                 assert_eq!(result.unwrap(), pending);
-                assert_eq!((gpu.stats().num_ooms, calls(&gpu, Call::Free)), (0, 0));
+                assert_eq!((gpu.stats().num_ooms, calls(&gpu, Call::Free)), (0, 0), "by waiting");
             }
             gpu.check_invariants().unwrap();
         }
