@@ -8,14 +8,17 @@ use crate::policy::{GiveBack, Request};
 use crate::pool::{PoolId, PoolIndex, PoolTable};
 
 impl<D: Driver> Locked<'_, D> {
-    /// Gives back everything cached that may be: of the default pools (only while no allocations go
-    /// to a private pool) and of private pools nobody uses any more. With the id of a private pool,
-    /// only that one, if nobody uses it.
+    /// Gives back everything cached that may be: of the default pools and of private pools nobody
+    /// uses any more; nothing while allocations go to a private pool, because a capture may be under
+    /// way. With the id of a private pool, only that one, if nobody uses it.
     pub(crate) fn give_back_cached(&mut self, id: PoolId, context: Context) -> DriverResult<()> {
+        if id == PoolId::DEFAULT && self.is_recording() {
+            return Ok(());
+        }
         self.state.pages.retry_leftovers(self.driver);
         self.count_pages(true);
         self.count_pages(false);
-        if id == PoolId::DEFAULT && !self.is_recording() {
+        if id == PoolId::DEFAULT {
             self.synchronize_events(None)?;
             self.give_back_pool(PoolTable::LARGE, context)?;
             self.give_back_pool(PoolTable::SMALL, context)?;

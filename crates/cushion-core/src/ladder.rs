@@ -150,7 +150,9 @@ impl<D: Driver> Locked<'_, D> {
         let capturing = self.is_recording();
         Ok(match rung {
             Rung::CollectGarbage => {
-                self.collect_garbage(context)?;
+                if !capturing {
+                    self.collect_garbage(context)?;
+                }
                 // The driver has not been asked yet, so it is worth asking in any case.
                 Outcome::Changed
             }
@@ -158,13 +160,13 @@ impl<D: Driver> Locked<'_, D> {
                 Some(found) => Outcome::Served(found),
                 None => Outcome::Nothing,
             },
-            Rung::WaitForEvents if !capturing => changed(self.synchronize_events(None)?),
+            _ if capturing => Outcome::Nothing,
+            Rung::WaitForEvents => changed(self.synchronize_events(None)?),
             Rung::GiveBackOversize => changed(self.give_back_oversize(request, context)?),
-            Rung::GiveBackCached if !capturing => {
+            Rung::GiveBackCached => {
                 self.give_back_cached(PoolId::DEFAULT, context)?;
                 Outcome::Changed
             }
-            Rung::WaitForEvents | Rung::GiveBackCached => Outcome::Nothing,
         })
     }
 
