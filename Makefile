@@ -18,7 +18,8 @@ demo: ## replay recorded runs on a simulated 24 GiB card: one policy dies, the o
 	@sh scripts/demo.sh target/release/cushion
 
 bench: ## speed of the engine and of replay (TRACES=FOLDER for other traces)
-	TRACES="$(TRACES)" $(CARGO) bench --workspace --locked --benches --quiet
+	@$(CARGO) bench --locked --quiet -p cushion-core --bench engine
+	@TRACES="$(TRACES)" $(CARGO) bench --locked --quiet -p cushion-trace --bench replay
 
 verify: ## compare the engine with PyTorch's recorded addresses, on all traces shipped
 	@$(CARGO) build --release --locked --quiet --bin cushion
