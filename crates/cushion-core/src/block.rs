@@ -129,6 +129,12 @@ impl BlockTable {
         })
     }
 
+    /// An id of no block, for tests of structures that only keep it.
+    #[cfg(test)]
+    pub(crate) fn id_for_tests(id: u32) -> BlockId {
+        BlockId(id)
+    }
+
     /// Cuts the first `size` bytes off a block into a new block before it, and returns that one.
     /// The block cut from keeps its identity, its state and the rest.
     pub(crate) fn split_front(&mut self, id: BlockId, size: u64, state: BlockState) -> BlockId {

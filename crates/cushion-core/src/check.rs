@@ -112,7 +112,7 @@ impl<D: Driver> Locked<'_, D> {
                 let mut count = 0;
                 let mut largest = 0;
                 let belongs = |block: &Block| block.pool == index && block.stream == lane.stream;
-                for (size, address, id) in lane.free() {
+                for (size, address, id) in lane.free().iter() {
                     let block = &self.state.blocks[id];
                     ensure!(
                         block.is_free() && belongs(block),

@@ -85,14 +85,14 @@ impl<D: Driver> Locked<'_, D> {
         };
         let enough = request.size.max(max_split);
         let is_whole = |id: &BlockId| self.may_give_back(*id) == GiveBack::Segment;
-        let one = lane.at_least(enough).next().filter(is_whole);
+        let one = lane.free().at_least(enough).next().filter(is_whole);
         if let Some(id) = one {
             self.give_back_segment(id, context)?;
             return Ok(true);
         }
         let mut won = 0;
         let mut chosen = Vec::new();
-        for id in lane.smaller_than(enough) {
+        for id in lane.free().smaller_than(enough) {
             let size = self.state.blocks[id].size;
             if won >= enough || size < max_split {
                 break;

@@ -27,6 +27,7 @@ mod check;
 mod clock;
 mod engine;
 mod error;
+mod free_index;
 mod give_back;
 mod growth;
 mod history;

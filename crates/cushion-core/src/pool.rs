@@ -11,6 +11,7 @@ use std::sync::Arc;
 
 use crate::block::BlockId;
 use crate::driver::StreamId;
+use crate::free_index::FreeIndex;
 use crate::stats::{LaneStats, Lanes};
 
 /// The name of a private pool, as PyTorch forms it.
@@ -36,27 +37,17 @@ pub(crate) struct PoolIndex(u32);
 #[derive(Debug)]
 pub(crate) struct Lane {
     pub(crate) stream: StreamId,
-    /// Free blocks by size, then address: the first that is large enough is the best fit.
-    free: BTreeMap<(u64, u64), BlockId>,
+    /// By size, then address: the first that is large enough is the best fit.
+    free: FreeIndex,
     /// Unmapped blocks by address.
     unmapped: BTreeMap<u64, BlockId>,
     stats: Arc<LaneStats>,
 }
 
 impl Lane {
-    /// Free blocks of at least `size` bytes, best fit first.
-    pub(crate) fn at_least(&self, size: u64) -> impl Iterator<Item = BlockId> {
-        self.free.range((size, 0)..).map(|(_, &id)| id)
-    }
-
-    /// Free blocks smaller than `size` bytes, largest first.
-    pub(crate) fn smaller_than(&self, size: u64) -> impl Iterator<Item = BlockId> {
-        self.free.range(..(size, 0)).rev().map(|(_, &id)| id)
-    }
-
-    /// All free blocks with their keys, smallest first.
-    pub(crate) fn free(&self) -> impl Iterator<Item = (u64, u64, BlockId)> {
-        self.free.iter().map(|(&(size, address), &id)| (size, address, id))
+    /// Free blocks, by size and address.
+    pub(crate) fn free(&self) -> &FreeIndex {
+        &self.free
     }
 
     /// All unmapped blocks, lowest address first.
@@ -65,15 +56,15 @@ impl Lane {
     }
 
     pub(crate) fn insert_free(&mut self, size: u64, address: u64, id: BlockId) {
-        let before = self.free.insert((size, address), id);
-        debug_assert!(before.is_none(), "a block is in the free index once");
+        let new = self.free.insert(size, address, id);
+        debug_assert!(new, "a block is in the free index once");
         self.stats.freed(size);
     }
 
     pub(crate) fn remove_free(&mut self, size: u64, address: u64) {
-        let removed = self.free.remove(&(size, address));
-        debug_assert!(removed.is_some(), "a free block is in the free index");
-        self.stats.taken(size, || self.free.last_key_value().map_or(0, |(key, _)| key.0));
+        let removed = self.free.remove(size, address);
+        debug_assert!(removed, "a free block is in the free index");
+        self.stats.taken(size, || self.free.largest());
     }
 
     pub(crate) fn insert_unmapped(&mut self, address: u64, id: BlockId) {
@@ -119,7 +110,8 @@ impl Pool {
     pub(crate) fn lane_or_new(&mut self, stream: StreamId, lanes: &Lanes) -> &mut Lane {
         let index = self.position(stream).unwrap_or_else(|index| {
             let stats = lanes.open(stream, self.id, self.small);
-            let lane = Lane { stream, free: BTreeMap::new(), unmapped: BTreeMap::new(), stats };
+            let lane =
+                Lane { stream, free: FreeIndex::default(), unmapped: BTreeMap::new(), stats };
             self.lanes.insert(index, lane);
             index
         });
@@ -133,7 +125,7 @@ impl Pool {
 
     /// All free blocks, by stream, size and address.
     pub(crate) fn free_blocks(&self) -> impl Iterator<Item = BlockId> {
-        self.lanes.iter().flat_map(|lane| lane.free().map(|(_, _, id)| id))
+        self.lanes.iter().flat_map(|lane| lane.free().iter().map(|(_, _, id)| id))
     }
 
     fn position(&self, stream: StreamId) -> Result<usize, usize> {

@@ -15,7 +15,7 @@ pub(super) struct Expandable;
 
 impl Rules for Expandable {
     fn choose(&self, view: View<'_>, lane: &Lane, size: u64) -> Option<BlockId> {
-        let mut candidates = lane.at_least(size);
+        let mut candidates = lane.free().at_least(size);
         let mut best = candidates.next()?;
         for next in candidates {
             let grows = !view.segments[view.blocks[best].segment].is_plain();

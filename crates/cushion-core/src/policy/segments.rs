@@ -12,7 +12,7 @@ impl Rules for Segments {
     fn choose(&self, view: View<'_>, lane: &Lane, size: u64) -> Option<BlockId> {
         let is_plain = |id: &BlockId| view.segments[view.blocks[*id].segment].is_plain();
         // Memory that came in pages, before this policy was in force, is passed over.
-        let id = lane.at_least(size).find(is_plain)?;
+        let id = lane.free().at_least(size).find(is_plain)?;
         (!is_oversized_for(view.options, view.blocks[id].size, size)).then_some(id)
     }
 

@@ -1,0 +1,179 @@
+//! The free blocks of one lane, in order of size and address: a pure data structure, no policy.
+//!
+//! A sorted sequence cut into chunks. A look-up is two binary searches over memory that lies
+//! together, an insertion moves half a chunk at most, and chunks are split, joined and recycled with
+//! enough slack that a program in its stride takes nothing from the heap. (The standard library's
+//! B-tree took a node for one allocation in ten.)
+
+use crate::block::BlockId;
+
+/// A chunk is split when it is full,
+const FULL: usize = 64;
+/// and joined with its neighbour when it has fallen below this
+const SPARSE: usize = 12;
+/// and the two together stay below this.
+const JOINED: usize = 40;
+
+/// Where a block stands in the order.
+type Key = (u64, u64);
+
+#[derive(Debug, Clone, Copy)]
+struct Entry {
+    size: u64,
+    address: u64,
+    id: BlockId,
+}
+
+impl Entry {
+    fn key(&self) -> Key {
+        (self.size, self.address)
+    }
+}
+
+/// Free blocks by size, then address.
+#[derive(Debug, Default)]
+pub(crate) struct FreeIndex {
+    /// None of them empty; every entry of one is before every entry of the next.
+    chunks: Vec<Vec<Entry>>,
+    /// Emptied chunks, for the next split.
+    spare: Vec<Vec<Entry>>,
+}
+
+impl FreeIndex {
+    /// Adds a block; false if one with the same size and address is there.
+    pub(crate) fn insert(&mut self, size: u64, address: u64, id: BlockId) -> bool {
+        let entry = Entry { size, address, id };
+        // Beyond the last chunk's end, an entry joins the last chunk.
+        let chunk = self.chunk_of(entry.key()).min(self.chunks.len().saturating_sub(1));
+        let Some(entries) = self.chunks.get_mut(chunk) else {
+            let mut first = self.spare.pop().unwrap_or_else(|| Vec::with_capacity(FULL));
+            first.push(entry);
+            self.chunks.push(first);
+            return true;
+        };
+        let Err(place) = entries.binary_search_by_key(&entry.key(), Entry::key) else {
+            return false;
+        };
+        entries.insert(place, entry);
+        if entries.len() == FULL {
+            let mut upper = self.spare.pop().unwrap_or_else(|| Vec::with_capacity(FULL));
+            upper.extend(entries.drain(FULL / 2..));
+            self.chunks.insert(chunk + 1, upper);
+        }
+        true
+    }
+
+    /// Takes a block out; false if it is not there.
+    pub(crate) fn remove(&mut self, size: u64, address: u64) -> bool {
+        let chunk = self.chunk_of((size, address));
+        let Some(entries) = self.chunks.get_mut(chunk) else { return false };
+        let Ok(place) = entries.binary_search_by_key(&(size, address), Entry::key) else {
+            return false;
+        };
+        entries.remove(place);
+        if entries.len() < SPARSE {
+            self.thin(chunk);
+        }
+        true
+    }
+
+    /// A chunk has become sparse: joins it with the one after it, or drops it if it is empty.
+    #[cold]
+    fn thin(&mut self, chunk: usize) {
+        let len = self.chunks[chunk].len();
+        let joins = self.chunks.get(chunk + 1).is_some_and(|next| len + next.len() < JOINED);
+        if joins {
+            let mut next = self.chunks.remove(chunk + 1);
+            self.chunks[chunk].append(&mut next);
+            self.spare.push(next);
+        } else if len == 0 {
+            let empty = self.chunks.remove(chunk);
+            self.spare.push(empty);
+        }
+    }
+
+    /// Blocks of at least `size` bytes, smallest first.
+    pub(crate) fn at_least(&self, size: u64) -> impl Iterator<Item = BlockId> {
+        let (chunk, place) = self.place_of(size);
+        let first = self.chunks.get(chunk).map_or(&[][..], |entries| &entries[place..]);
+        let rest = self.chunks.get(chunk + 1..).unwrap_or(&[]);
+        first.iter().chain(rest.iter().flatten()).map(|entry| entry.id)
+    }
+
+    /// Blocks smaller than `size` bytes, largest first.
+    pub(crate) fn smaller_than(&self, size: u64) -> impl Iterator<Item = BlockId> {
+        let (chunk, place) = self.place_of(size);
+        let last = self.chunks.get(chunk).map_or(&[][..], |entries| &entries[..place]);
+        let rest = &self.chunks[..chunk];
+        last.iter().rev().chain(rest.iter().flatten().rev()).map(|entry| entry.id)
+    }
+
+    /// All blocks with their size and address, smallest first.
+    pub(crate) fn iter(&self) -> impl Iterator<Item = (u64, u64, BlockId)> {
+        self.chunks.iter().flatten().map(|entry| (entry.size, entry.address, entry.id))
+    }
+
+    /// The size of the largest block; 0 if there is none.
+    pub(crate) fn largest(&self) -> u64 {
+        self.chunks.last().and_then(|entries| entries.last()).map_or(0, |entry| entry.size)
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.chunks.is_empty()
+    }
+
+    /// The first chunk that reaches up to `key`.
+    fn chunk_of(&self, key: Key) -> usize {
+        self.chunks.partition_point(|entries| entries.last().is_some_and(|last| last.key() < key))
+    }
+
+    /// Where the first block of at least `size` bytes is: its chunk, and its place in that.
+    fn place_of(&self, size: u64) -> (usize, usize) {
+        let chunk = self.chunk_of((size, 0));
+        let place = self
+            .chunks
+            .get(chunk)
+            .map_or(0, |entries| entries.partition_point(|entry| entry.size < size));
+        (chunk, place)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::block::BlockTable;
+
+    proptest! {
+        /// The same answers as the standard library's ordered map, whatever happens.
+        #[test]
+        fn it_is_an_ordered_map(
+            steps in prop::collection::vec((any::<bool>(), 0_u64..40, 0_u64..60), 1..1500)
+        ) {
+            let mut index = FreeIndex::default();
+            let mut model = BTreeMap::new();
+            for (insert, size, address) in steps {
+                let id = BlockTable::id_for_tests(u32::try_from(size * 100 + address).unwrap());
+                if insert {
+                    let new = model.insert((size, address), id).is_none();
+                    prop_assert_eq!(index.insert(size, address, id), new);
+                } else {
+                    let known = model.remove(&(size, address)).is_some();
+                    prop_assert_eq!(index.remove(size, address), known);
+                }
+                prop_assert_eq!(index.largest(), model.last_key_value().map_or(0, |(k, _)| k.0));
+                prop_assert_eq!(index.is_empty(), model.is_empty());
+                let from = address % 45;
+                prop_assert!(index.at_least(from).eq(model.range((from, 0)..).map(|(_, &id)| id)));
+                let below = model.range(..(from, 0)).rev().map(|(_, &id)| id);
+                prop_assert!(index.smaller_than(from).eq(below));
+            }
+            let all: Vec<_> = index.iter().collect();
+            let expected: Vec<_> = model.iter().map(|(&(s, a), &id)| (s, a, id)).collect();
+            prop_assert_eq!(all, expected);
+        }
+    }
+}
