@@ -264,6 +264,8 @@ fn microseconds(nanos: u64) -> f64 {
 #[derive(Default)]
 struct Table {
     rows: Vec<Vec<String>>,
+    /// What a cell has no room for.
+    details: Vec<String>,
 }
 
 impl Table {
@@ -275,19 +277,24 @@ impl Table {
     fn add(&mut self, row: &Row<'_>) {
         let outcome = row.outcome;
         let file = Path::new(row.trace).file_name().unwrap_or(row.trace.as_ref());
+        let file = file.to_string_lossy().into_owned();
         let result = match outcome.oom {
             None => "fits".to_owned(),
-            Some(refusal) => format!(
-                "out of memory at event {}: {} asked for, {} live, {} reserved, largest free {}",
-                refusal.event,
-                display(refusal.requested),
-                display(refusal.live),
-                display(refusal.reserved),
-                display(refusal.largest_free)
-            ),
+            Some(Refusal { event, requested, live, reserved, largest_free, .. }) => {
+                self.details.push(format!(
+                    "{file}, {}: at event {event} a request of {} was refused, with {} live and {} \
+                     reserved; the largest free block was {}.",
+                    row.policy,
+                    display(requested),
+                    display(live),
+                    display(reserved),
+                    display(largest_free)
+                ));
+                "out of memory".to_owned()
+            }
         };
         self.rows.push(vec![
-            file.to_string_lossy().into_owned(),
+            file,
             row.policy.to_string(),
             outcome.allocs.to_string(),
             display(outcome.live_peak),
@@ -317,6 +324,9 @@ impl Table {
                 }
             }
             writeln!(out, "{}", text.trim_end())?;
+        }
+        for detail in &self.details {
+            writeln!(out, "{detail}")?;
         }
         Ok(())
     }
