@@ -3,16 +3,14 @@
 //! Blocks are kept outside the memory they describe, in a slab indexed by [`BlockId`]; the blocks
 //! of a segment tile it without gaps, in address order, through `prev` and `next`.
 
-use std::ops::{Index, IndexMut};
-
 use crate::driver::StreamId;
 use crate::history::Context;
 use crate::pool::PoolIndex;
 use crate::segment::SegmentId;
+use crate::table::{Id, Table};
 
 /// A block, by its place in the table.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub(crate) struct BlockId(u32);
+pub(crate) type BlockId = Id<Block>;
 
 /// What a block is being used for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -84,57 +82,9 @@ impl Block {
 }
 
 /// All blocks.
-#[derive(Debug, Default)]
-pub(crate) struct BlockTable {
-    slots: Vec<Slot>,
-    vacant: Vec<BlockId>,
-}
-
-#[derive(Debug)]
-enum Slot {
-    Vacant,
-    Taken(Block),
-}
+pub(crate) type BlockTable = Table<Block>;
 
 impl BlockTable {
-    pub(crate) fn insert(&mut self, block: Block) -> BlockId {
-        match self.vacant.pop() {
-            Some(id) => {
-                self.slots[id.0 as usize] = Slot::Taken(block);
-                id
-            }
-            None => {
-                let id = u32::try_from(self.slots.len()).expect("fewer than 2^32 blocks");
-                self.slots.push(Slot::Taken(block));
-                BlockId(id)
-            }
-        }
-    }
-
-    pub(crate) fn remove(&mut self, id: BlockId) -> Block {
-        match std::mem::replace(&mut self.slots[id.0 as usize], Slot::Vacant) {
-            Slot::Taken(block) => {
-                self.vacant.push(id);
-                block
-            }
-            Slot::Vacant => unreachable!("removal of a vacant block"),
-        }
-    }
-
-    /// Every block, in no meaningful order.
-    pub(crate) fn iter(&self) -> impl Iterator<Item = (BlockId, &Block)> {
-        (0_u32..).zip(&self.slots).filter_map(|(id, slot)| match slot {
-            Slot::Taken(block) => Some((BlockId(id), block)),
-            Slot::Vacant => None,
-        })
-    }
-
-    /// An id of no block, for tests of structures that only keep it.
-    #[cfg(test)]
-    pub(crate) fn id_for_tests(id: u32) -> BlockId {
-        BlockId(id)
-    }
-
     /// Cuts the first `size` bytes off a block into a new block before it, and returns that one.
     /// The block cut from keeps its identity, its state and the rest.
     pub(crate) fn split_front(&mut self, id: BlockId, size: u64, state: BlockState) -> BlockId {
@@ -205,25 +155,5 @@ impl BlockTable {
         }
         self[into].size += gone.size;
         gone
-    }
-}
-
-impl Index<BlockId> for BlockTable {
-    type Output = Block;
-
-    fn index(&self, id: BlockId) -> &Block {
-        match &self.slots[id.0 as usize] {
-            Slot::Taken(block) => block,
-            Slot::Vacant => unreachable!("use of a vacant block"),
-        }
-    }
-}
-
-impl IndexMut<BlockId> for BlockTable {
-    fn index_mut(&mut self, id: BlockId) -> &mut Block {
-        match &mut self.slots[id.0 as usize] {
-            Slot::Taken(block) => block,
-            Slot::Vacant => unreachable!("use of a vacant block"),
-        }
     }
 }

@@ -145,7 +145,6 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::block::BlockTable;
 
     proptest! {
         /// The same answers as the standard library's ordered map, whatever happens.
@@ -156,7 +155,7 @@ mod tests {
             let mut index = FreeIndex::default();
             let mut model = BTreeMap::new();
             for (insert, size, address) in steps {
-                let id = BlockTable::id_for_tests(u32::try_from(size * 100 + address).unwrap());
+                let id = BlockId::new(u32::try_from(size * 100 + address).unwrap());
                 if insert {
                     let new = model.insert((size, address), id).is_none();
                     prop_assert_eq!(index.insert(size, address, id), new);

@@ -41,6 +41,7 @@ mod private;
 mod segment;
 mod snapshot;
 mod stats;
+mod table;
 
 pub use check::Violation;
 pub use clock::{Clock, VirtualClock};

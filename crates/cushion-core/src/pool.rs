@@ -13,6 +13,7 @@ use crate::block::BlockId;
 use crate::driver::StreamId;
 use crate::free_index::FreeIndex;
 use crate::stats::{LaneStats, Lanes};
+use crate::table::{Id, Table};
 
 /// The name of a private pool, as PyTorch forms it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -30,8 +31,7 @@ impl fmt::Display for PoolId {
 }
 
 /// A pool, by its place in the table.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub(crate) struct PoolIndex(u32);
+pub(crate) type PoolIndex = Id<Pool>;
 
 /// The free blocks of one pool on one stream.
 #[derive(Debug)]
@@ -151,8 +151,7 @@ pub(crate) struct PrivatePool {
 /// All pools.
 #[derive(Debug)]
 pub(crate) struct PoolTable {
-    slots: Vec<Option<Pool>>,
-    vacant: Vec<PoolIndex>,
+    pools: Table<Pool>,
     pub(crate) private: BTreeMap<PoolId, PrivatePool>,
     /// Private pools that may serve the default pool's requests before anything is given back.
     pub(crate) use_on_oom: BTreeSet<PoolId>,
@@ -160,17 +159,13 @@ pub(crate) struct PoolTable {
 
 impl PoolTable {
     /// The default small pool.
-    pub(crate) const SMALL: PoolIndex = PoolIndex(0);
+    pub(crate) const SMALL: PoolIndex = PoolIndex::new(0);
     /// The default large pool.
-    pub(crate) const LARGE: PoolIndex = PoolIndex(1);
+    pub(crate) const LARGE: PoolIndex = PoolIndex::new(1);
 
     pub(crate) fn new() -> Self {
-        let mut table = Self {
-            slots: Vec::new(),
-            vacant: Vec::new(),
-            private: BTreeMap::new(),
-            use_on_oom: BTreeSet::new(),
-        };
+        let mut table =
+            Self { pools: Table::default(), private: BTreeMap::new(), use_on_oom: BTreeSet::new() };
         let small = table.open(PoolId::DEFAULT, true);
         let large = table.open(PoolId::DEFAULT, false);
         debug_assert_eq!((small, large), (Self::SMALL, Self::LARGE));
@@ -178,17 +173,7 @@ impl PoolTable {
     }
 
     fn open(&mut self, id: PoolId, small: bool) -> PoolIndex {
-        let pool = Some(Pool { id, small, searches: 0, segments: 0, lanes: Vec::new() });
-        match self.vacant.pop() {
-            Some(index) => {
-                self.slots[index.0 as usize] = pool;
-                index
-            }
-            None => {
-                self.slots.push(pool);
-                PoolIndex(u32::try_from(self.slots.len() - 1).expect("fewer than 2^32 pools"))
-            }
-        }
+        self.pools.insert(Pool { id, small, searches: 0, segments: 0, lanes: Vec::new() })
     }
 
     /// Makes a private pool with one use.
@@ -202,18 +187,16 @@ impl PoolTable {
         let pool = self.private.remove(&id).expect("a known private pool");
         self.use_on_oom.remove(&id);
         for index in [pool.small, pool.large] {
-            let pool = self.slots[index.0 as usize].take().expect("a known pool");
-            for lane in pool.lanes {
+            for lane in self.pools.remove(index).lanes {
                 debug_assert!(lane.free.is_empty() && lane.unmapped.is_empty());
                 lanes.close(&lane.stats);
             }
-            self.vacant.push(index);
         }
     }
 
     /// Every pool, default first.
     pub(crate) fn iter(&self) -> impl Iterator<Item = (PoolIndex, &Pool)> {
-        (0_u32..).zip(&self.slots).filter_map(|(id, slot)| Some((PoolIndex(id), slot.as_ref()?)))
+        self.pools.iter()
     }
 
     /// Whether blocks of this pool must stay whole.
@@ -227,12 +210,12 @@ impl Index<PoolIndex> for PoolTable {
     type Output = Pool;
 
     fn index(&self, index: PoolIndex) -> &Pool {
-        self.slots[index.0 as usize].as_ref().expect("use of a known pool")
+        &self.pools[index]
     }
 }
 
 impl IndexMut<PoolIndex> for PoolTable {
     fn index_mut(&mut self, index: PoolIndex) -> &mut Pool {
-        self.slots[index.0 as usize].as_mut().expect("use of a known pool")
+        &mut self.pools[index]
     }
 }
