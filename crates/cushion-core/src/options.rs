@@ -10,13 +10,16 @@
 //! it. Nothing here reads the environment: a binding does, and passes the text on.
 
 mod conf;
+mod page;
 
 use std::fmt::Write as _;
+
+pub use page::markdown;
 
 use conf::{Pair, boolean, boolean_text, edits, number, power_of_two, whole};
 use thiserror::Error;
 
-const MIB: u64 = 1 << 20;
+use crate::size::MIB;
 
 /// A large segment must be larger than the smallest request that gets a segment of its own.
 const MIN_LARGE_ALLOC_MIB: u64 = 10;
@@ -448,54 +451,6 @@ pub static NOT_OURS: &[NotOursSpec] = &[
     NotOursSpec { key: "pinned_max_round_threshold_mb", why: PINNED },
     NotOursSpec { key: "pinned_max_cached_size_mb", why: PINNED },
 ];
-
-/// The text of `docs/options.md`.
-pub fn markdown() -> String {
-    let mut page = String::from(
-        "# Options\n\
-         \n\
-         <!-- Generated from the tables in crates/cushion-core/src/options.rs: change them. -->\n\
-         \n\
-         Options are given as `key:value,key:value`, in the syntax of `PYTORCH_CUDA_ALLOC_CONF` \
-         and with its keys and values, or one by one in the variables below. White space is \
-         ignored. An unknown key, a bad value or a missing `:` or `,` is an error, and nothing is \
-         changed then.\n\
-         \n\
-         Each time a conf string is applied, the options marked *resets* go back to their default \
-         unless the string names them. The others keep their value.\n\
-         \n\
-         | option | variable | unit | default | |\n\
-         |---|---|---|---|---|\n",
-    );
-    // Writing to a string cannot fail, here and below.
-    for spec in REGISTRY {
-        let resets = if spec.resets { "resets" } else { "" };
-        let _ = writeln!(
-            page,
-            "| [`{key}`](#{key}) | `{env}` | {unit} | {default} | {resets} |",
-            key = spec.key,
-            env = spec.env_name(),
-            unit = spec.unit,
-            default = spec.default,
-        );
-    }
-    for spec in REGISTRY {
-        let _ = write!(page, "\n## {}\n\n{}\n\nTakes {}.\n", spec.key, spec.doc(), spec.accepts);
-    }
-    page.push_str(
-        "\n## Accepted, but not ours\n\
-         \n\
-         These keys of PyTorch are accepted with any value, so that an existing conf string keeps \
-         working. Cushion does not act on them.\n\
-         \n\
-         | key | why not |\n\
-         |---|---|\n",
-    );
-    for spec in NOT_OURS {
-        let _ = writeln!(page, "| `{}` | {} |", spec.key, spec.why);
-    }
-    page
-}
 
 /// MiB to bytes; what would not fit becomes the most whole MiB that do, as in PyTorch.
 fn bytes(mib: u64) -> u64 {
@@ -1125,7 +1080,7 @@ mod tests {
         assert!(page.ends_with('\n') && !page.ends_with("\n\n"));
         for spec in REGISTRY {
             let section = format!("\n## {}\n\n{}\n", spec.key, spec.doc());
-            for part in [&section, &format!("`{}`", spec.env_name()), spec.unit, spec.accepts] {
+            for part in [&section, spec.unit, spec.accepts] {
                 assert!(page.contains(part), "{}: {part}", spec.key);
             }
         }

@@ -8,7 +8,8 @@ use std::mem;
 use std::sync::Arc;
 
 use crate::error::TraceError;
-use crate::snapshot::{Draft, Event, FrameId, Name, StackId, StackTable};
+use crate::snapshot::{Draft, Event, Name};
+use crate::stacks::{FrameId, StackId, StackTable};
 
 /// The number of an interned string; the reader's own [`Name`]s come first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

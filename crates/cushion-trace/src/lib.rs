@@ -15,11 +15,11 @@ mod pools;
 mod program;
 mod replay;
 mod snapshot;
+mod stacks;
 
 pub use error::TraceError;
 pub use open::{Limits, open, read};
 pub use program::Program;
 pub use replay::{Difference, Outcome, Refusal, ReplayConfig, replay};
-pub use snapshot::{
-    Action, Block, BlockState, Event, Frame, Segment, Settings, Snapshot, StackId, Stacks,
-};
+pub use snapshot::{Action, Block, BlockState, Event, Segment, Settings, Snapshot};
+pub use stacks::{Frame, StackId, Stacks};

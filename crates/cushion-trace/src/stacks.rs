@@ -1,0 +1,122 @@
+//! Recorded stacks, each kept once: a trie of frames, so that common callers are kept once too.
+
+use std::collections::HashMap;
+use std::num::NonZeroU32;
+use std::sync::Arc;
+
+use crate::arena::Value;
+use crate::snapshot::Name;
+
+/// A line of the program that was running, one of several in a stack.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Frame {
+    /// The function.
+    pub name: Arc<str>,
+    /// The file.
+    pub filename: Arc<str>,
+    /// The line; zero where it is not known.
+    pub line: u32,
+}
+
+/// The number of a stack in [`Stacks`]; equal stacks have equal numbers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct StackId(NonZeroU32);
+
+/// Every distinct stack of a snapshot, kept once, common callers kept once between them.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Stacks {
+    frames: Vec<Frame>,
+    nodes: Vec<Node>,
+}
+
+/// A frame and the stack it was called from. `StackId(n)` is `nodes[n - 1]`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct Node {
+    caller: Option<StackId>,
+    frame: FrameId,
+}
+
+/// The number of a frame in [`Stacks::frames`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct FrameId(u32);
+
+impl Stacks {
+    /// The frames of a stack, innermost first. A number from another snapshot gives other frames
+    /// or none.
+    pub fn frames(&self, id: StackId) -> impl Iterator<Item = &Frame> {
+        let mut next = Some(id);
+        std::iter::from_fn(move || {
+            let node = self.nodes.get(next?.0.get() as usize - 1)?;
+            next = node.caller;
+            self.frames.get(node.frame.0 as usize)
+        })
+    }
+
+    /// Distinct frames, and distinct stacks with all their callers.
+    #[cfg(test)]
+    pub(crate) fn counts(&self) -> (usize, usize) {
+        (self.frames.len(), self.nodes.len())
+    }
+
+    /// Whether the snapshot has no stacks at all.
+    pub fn is_empty(&self) -> bool {
+        self.nodes.is_empty()
+    }
+}
+
+/// [`Stacks`] in the making.
+#[derive(Debug, Default)]
+pub(crate) struct StackTable {
+    stacks: Stacks,
+    frame_ids: HashMap<Frame, FrameId>,
+    stack_ids: HashMap<Node, StackId>,
+}
+
+impl StackTable {
+    /// The number of the frame in a frame's dict; `None` when numbers run out.
+    pub(crate) fn frame(&mut self, items: &[[Value; 2]], arena: &[Arc<str>]) -> Option<FrameId> {
+        let mut frame = Frame { name: Arc::from(""), filename: Arc::from(""), line: 0 };
+        for &[key, value] in items {
+            match (Name::of(key), value) {
+                (Some(Name::Function), Value::Str(id)) => frame.name = arena[id.0 as usize].clone(),
+                (Some(Name::Filename), Value::Str(id)) => {
+                    frame.filename = arena[id.0 as usize].clone();
+                }
+                (Some(Name::Line), Value::Int(line)) => {
+                    frame.line = u32::try_from(line).unwrap_or(0);
+                }
+                _ => {}
+            }
+        }
+        if let Some(&id) = self.frame_ids.get(&frame) {
+            return Some(id);
+        }
+        let id = FrameId(u32::try_from(self.stacks.frames.len()).ok()?);
+        self.stacks.frames.push(frame.clone());
+        self.frame_ids.insert(frame, id);
+        Some(id)
+    }
+
+    /// The number of the stack of a frame and its callers; `None` when numbers run out.
+    pub(crate) fn push(&mut self, caller: Option<StackId>, frame: FrameId) -> Option<StackId> {
+        let node = Node { caller, frame };
+        if let Some(&id) = self.stack_ids.get(&node) {
+            return Some(id);
+        }
+        let place = u32::try_from(self.stacks.nodes.len()).ok()?;
+        let id = StackId(NonZeroU32::MIN.checked_add(place)?);
+        self.stacks.nodes.push(node);
+        self.stack_ids.insert(node, id);
+        Some(id)
+    }
+
+    /// The stacks, complete.
+    pub(crate) fn finish(self) -> Stacks {
+        self.stacks
+    }
+
+    /// About how many bytes it holds.
+    pub(crate) fn held(&self) -> usize {
+        self.stacks.frames.len() * 120 + self.stacks.nodes.len() * 32
+    }
+}
