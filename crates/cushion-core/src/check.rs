@@ -107,11 +107,11 @@ impl<D: Driver> Locked<'_, D> {
     fn check_indexes(&self) -> Result<(), Violation> {
         let mut indexed = BTreeSet::new();
         for (index, pool) in self.state.pools.iter() {
-            for lane in pool.lanes() {
+            for (stream, lane) in pool.lanes() {
                 let mut bytes = 0;
                 let mut count = 0;
                 let mut largest = 0;
-                let belongs = |block: &Block| block.pool == index && block.stream == lane.stream;
+                let belongs = |block: &Block| block.pool == index && block.stream == stream;
                 for (size, address, id) in lane.free().iter() {
                     let block = &self.state.blocks[id];
                     ensure!(

@@ -36,7 +36,6 @@ pub(crate) type PoolIndex = Id<Pool>;
 /// The free blocks of one pool on one stream.
 #[derive(Debug)]
 pub(crate) struct Lane {
-    pub(crate) stream: StreamId,
     /// By size, then address: the first that is large enough is the best fit.
     free: FreeIndex,
     /// Unmapped blocks by address.
@@ -91,49 +90,36 @@ pub(crate) struct Pool {
     pub(crate) searches: u64,
     /// Segments made for this pool that are still held.
     pub(crate) segments: u32,
-    /// By stream.
-    lanes: Vec<Lane>,
+    lanes: BTreeMap<StreamId, Lane>,
 }
 
 impl Pool {
     pub(crate) fn lane(&self, stream: StreamId) -> Option<&Lane> {
-        self.position(stream).ok().map(|index| &self.lanes[index])
+        self.lanes.get(&stream)
     }
 
     /// The lane of a stream that has had memory of this pool before.
     pub(crate) fn lane_mut(&mut self, stream: StreamId) -> &mut Lane {
-        let index = self.position(stream).expect("the stream has a lane in this pool");
-        &mut self.lanes[index]
+        self.lanes.get_mut(&stream).expect("the stream has a lane in this pool")
     }
 
     /// The lane of a stream, made if it is the stream's first use of this pool.
     pub(crate) fn lane_or_new(&mut self, stream: StreamId, lanes: &Lanes) -> &mut Lane {
-        let index = self.position(stream).unwrap_or_else(|index| {
-            let stats = lanes.open(stream, self.id, self.small);
-            let lane =
-                Lane { stream, free: FreeIndex::default(), unmapped: BTreeMap::new(), stats };
-            self.lanes.insert(index, lane);
-            index
-        });
-        &mut self.lanes[index]
+        self.lanes.entry(stream).or_insert_with(|| Lane {
+            free: FreeIndex::default(),
+            unmapped: BTreeMap::new(),
+            stats: lanes.open(stream, self.id, self.small),
+        })
     }
 
     /// All lanes, in order of their streams.
-    pub(crate) fn lanes(&self) -> &[Lane] {
-        &self.lanes
+    pub(crate) fn lanes(&self) -> impl Iterator<Item = (StreamId, &Lane)> {
+        self.lanes.iter().map(|(&stream, lane)| (stream, lane))
     }
 
     /// All free blocks, by stream, size and address.
     pub(crate) fn free_blocks(&self) -> impl Iterator<Item = BlockId> {
-        self.lanes.iter().flat_map(|lane| lane.free().iter().map(|(_, _, id)| id))
-    }
-
-    fn position(&self, stream: StreamId) -> Result<usize, usize> {
-        // Most programs use one stream.
-        if self.lanes.first().is_some_and(|lane| lane.stream == stream) {
-            return Ok(0);
-        }
-        self.lanes.binary_search_by_key(&stream, |lane| lane.stream)
+        self.lanes.values().flat_map(|lane| lane.free().iter().map(|(_, _, id)| id))
     }
 }
 
@@ -173,7 +159,7 @@ impl PoolTable {
     }
 
     fn open(&mut self, id: PoolId, small: bool) -> PoolIndex {
-        self.pools.insert(Pool { id, small, searches: 0, segments: 0, lanes: Vec::new() })
+        self.pools.insert(Pool { id, small, searches: 0, segments: 0, lanes: BTreeMap::new() })
     }
 
     /// Makes a private pool with one use.
@@ -187,7 +173,7 @@ impl PoolTable {
         let pool = self.private.remove(&id).expect("a known private pool");
         self.use_on_oom.remove(&id);
         for index in [pool.small, pool.large] {
-            for lane in self.pools.remove(index).lanes {
+            for lane in self.pools.remove(index).lanes.into_values() {
                 debug_assert!(lane.free.is_empty() && lane.unmapped.is_empty());
                 lanes.close(&lane.stats);
             }

@@ -17,6 +17,8 @@
 //! - **Addresses** of segments are the recorded ones, so that block addresses can be compared.
 //! - **A refused request** (`oom`) is tried again by a run with a limit.
 
+use std::collections::BTreeSet;
+
 use cushion_core::{Options, Policy, PoolId, StreamId};
 use rustc_hash::FxHashMap;
 
@@ -43,6 +45,9 @@ pub struct Program {
     /// What could not be known, in words.
     pub notes: Vec<String>,
 }
+
+/// How far to look for the request after a refused one.
+const NEAR: usize = 1000;
 
 /// One allocation of the trace, from its request to its free.
 pub(crate) type Slot = u32;
@@ -154,6 +159,7 @@ impl Recording<'_> {
             window: None,
             expandable,
             held_back: Vec::new(),
+            run_end: 0,
             unknown_frees: 0,
             overlaps: 0,
         };
@@ -203,6 +209,8 @@ struct Builder<'a> {
     expandable: bool,
     /// Completions that the coming release waited for.
     held_back: Vec<Slot>,
+    /// The end of the run of completions last looked at.
+    run_end: usize,
     unknown_frees: u64,
     overlaps: u64,
 }
@@ -361,10 +369,14 @@ impl Builder<'_> {
     }
 
     /// Whether, of what follows, a release comes before the next request or free.
-    fn release_follows(&self, index: usize) -> bool {
-        self.events[index..]
-            .iter()
-            .find(|event| event.action != Action::FreeCompleted)
+    fn release_follows(&mut self, index: usize) -> bool {
+        // Completions come in long runs: look for the end of each once.
+        if self.run_end < index {
+            let run = self.events[index..].iter();
+            self.run_end = index + run.take_while(|e| e.action == Action::FreeCompleted).count();
+        }
+        self.events
+            .get(self.run_end)
             .is_some_and(|e| matches!(e.action, Action::SegmentFree | Action::SegmentUnmap))
     }
 
@@ -400,7 +412,8 @@ impl Builder<'_> {
             return (PoolId(a, b), None);
         }
         let mut holdings = self.holdings.clone();
-        let next = self.events[index..].iter().find(|event| {
+        let near = &self.events[index..self.events.len().min(index + NEAR)];
+        let next = near.iter().find(|event| {
             holdings.take(event);
             event.action == Action::Alloc
         });
@@ -429,16 +442,20 @@ fn spread_over_streams(steps: &mut [Step]) {
             completed.insert(*slot, index);
         }
     }
-    let mut latest: Vec<usize> = Vec::new();
+    // The streams so far, by when the last free of each is complete.
+    let mut latest: BTreeSet<(usize, u32)> = BTreeSet::new();
     for step in steps {
         if let Step::FreeLater { slot, other } = step {
             let done = completed.get(slot).copied().unwrap_or(usize::MAX);
-            let stream = latest.iter().position(|&last| last <= done).unwrap_or_else(|| {
-                latest.push(0);
-                latest.len() - 1
-            });
-            latest[stream] = done;
-            *other = narrow(stream);
+            let before = latest.range(..=(done, u32::MAX)).next_back().copied();
+            *other = match before {
+                Some(stream) => {
+                    latest.remove(&stream);
+                    stream.1
+                }
+                None => narrow(latest.len()),
+            };
+            latest.insert((done, *other));
         }
     }
 }

@@ -254,12 +254,14 @@ impl SimDriver {
         self.state().failures.clear();
     }
 
-    /// The next [`Call::Alloc`] of exactly `bytes` bytes is placed at `address`.
+    /// The next [`Call::Alloc`] of exactly `bytes` bytes is placed at `address`, if that range is
+    /// clear and one a driver could give.
     pub fn place_alloc(&self, bytes: u64, address: u64) {
         self.state().placements.push_back((Call::Alloc, bytes, address));
     }
 
-    /// The next [`Call::Reserve`] is placed at `address`, whatever its size, if that range is clear.
+    /// The next [`Call::Reserve`] is placed at `address`, whatever its size, if that range is clear and
+    /// one a driver could give.
     pub fn place_reserve(&self, address: u64) {
         self.state().placements.push_back((Call::Reserve, 0, address));
     }
@@ -312,7 +314,9 @@ impl State {
         };
         if let Some(index) = self.placements.iter().position(matches) {
             let (_, _, address) = self.placements.remove(index).expect("a placement just found");
-            if self.is_clear(address..address.saturating_add(bytes)) {
+            let end = address.saturating_add(bytes);
+            let aligned = call == Call::Alloc || address.is_multiple_of(2 * MIB);
+            if aligned && end <= OWN_ADDRESSES && self.is_clear(address..end) {
                 return address;
             }
         }
