@@ -303,6 +303,12 @@ impl<D: Driver> Locked<'_, D> {
             "oversize_allocations.current is {}",
             stats.oversize_allocations.current
         );
+        let segments = self.state.segments.iter().filter(|(_, s)| s.is_plain() && oversize(s.size));
+        ensure!(
+            stats.oversize_segments.current == segments.count() as u64,
+            "oversize_segments.current is {}",
+            stats.oversize_segments.current
+        );
         Ok(())
     }
 }

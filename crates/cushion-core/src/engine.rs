@@ -7,7 +7,7 @@ use rustc_hash::FxHashMap;
 use crate::block::BlockTable;
 use crate::check::Violation;
 use crate::clock::{Clock, VirtualClock};
-use crate::driver::{Driver, DriverError, StreamId};
+use crate::driver::{Driver, DriverError, Properties, StreamId};
 use crate::error::{AddressError, AllocError, FractionError, PoolError};
 use crate::history::{Context, Entry, History};
 use crate::ladder::Ladder;
@@ -38,7 +38,7 @@ use crate::stats::{Counters, Lanes, Stats};
 pub struct Engine<D: Driver> {
     driver: D,
     clock: Arc<dyn Clock>,
-    device_total: u64,
+    device: Properties,
     counters: Counters,
     lanes: Lanes,
     state: Mutex<State>,
@@ -71,11 +71,12 @@ impl<D: Driver> Engine<D> {
     /// An engine as configured. The device is not touched.
     pub fn with_config(driver: D, config: EngineConfig) -> Self {
         let EngineConfig { options, ladder, clock } = config;
-        let device_total = driver.properties().total;
+        let device = driver.properties();
         let counters = Counters::default();
         counters.max_split_size.set(options.max_split_size.unwrap_or(u64::MAX));
-        let limit = limit_of(options.per_process_memory_fraction, device_total);
+        let limit = limit_of(options.per_process_memory_fraction, device.total);
         let state = State {
+            policy: Policy::of(&options),
             options,
             ladder,
             blocks: BlockTable::default(),
@@ -90,11 +91,11 @@ impl<D: Driver> Engine<D> {
             pages_counted: [0; 2],
         };
         let state = Mutex::new(state);
-        Self { driver, clock, device_total, counters, lanes: Lanes::default(), state }
+        Self { driver, clock, device, counters, lanes: Lanes::default(), state }
     }
 
-    /// Runs `f` with the lock held. A panic in another thread while it held the lock does not make
-    /// every later free fail.
+    /// Runs `f` with the lock held. If another thread panicked while it held the lock, what it was
+    /// doing may be half done; later calls go on all the same, rather than lose every allocation.
     fn locked<T>(&self, f: impl FnOnce(Locked<'_, D>) -> T) -> T {
         let mut state = self.lock();
         f(Locked {
@@ -103,7 +104,7 @@ impl<D: Driver> Engine<D> {
             clock: &*self.clock,
             counters: &self.counters,
             lanes: &self.lanes,
-            device_total: self.device_total,
+            device: self.device,
         })
     }
 
@@ -246,7 +247,12 @@ impl<D: Driver> Engine<D> {
     pub fn configure(&self, conf: &str) -> Result<Vec<NotOurs>, OptionsError> {
         let mut state = self.lock();
         let fraction = state.options.per_process_memory_fraction;
+        let asked = Policy::of(&state.options);
         let not_ours = state.options.apply(conf)?;
+        // A policy that was set otherwise stays, unless the conf string asks for another.
+        if Policy::of(&state.options) != asked {
+            state.policy = Policy::of(&state.options);
+        }
         let options = &state.options;
         self.counters.max_split_size.set(options.max_split_size.unwrap_or(u64::MAX));
         let most = options.max_split_size.unwrap_or(u64::MAX);
@@ -258,7 +264,7 @@ impl<D: Driver> Engine<D> {
         self.counters.oversize_allocations.set_current(allocations as u64);
         self.counters.oversize_segments.set_current(segments as u64);
         if fraction.to_bits() != options.per_process_memory_fraction.to_bits() {
-            state.limit = limit_of(options.per_process_memory_fraction, self.device_total);
+            state.limit = limit_of(options.per_process_memory_fraction, self.device.total);
         }
         Ok(not_ours)
     }
@@ -272,12 +278,14 @@ impl<D: Driver> Engine<D> {
     /// The policy in force.
     #[must_use]
     pub fn policy(&self) -> Policy {
-        self.lock().policy()
+        self.lock().policy
     }
 
     /// Changes the policy. Memory that another policy laid out stays as it is until it is given back.
     pub fn set_policy(&self, policy: Policy) {
-        self.lock().options.expandable_segments = policy == Policy::Expandable;
+        let mut state = self.lock();
+        state.policy = policy;
+        state.options.expandable_segments = policy == Policy::Expandable;
     }
 
     /// Limits this engine to a fraction of the device; 1 takes the limit away.
@@ -285,7 +293,7 @@ impl<D: Driver> Engine<D> {
         if !(0.0..=1.0).contains(&fraction) {
             return Err(FractionError(fraction));
         }
-        self.lock().limit = limit_of(fraction, self.device_total);
+        self.lock().limit = limit_of(fraction, self.device.total);
         Ok(())
     }
 
@@ -298,7 +306,7 @@ impl<D: Driver> Engine<D> {
     #[must_use]
     #[expect(clippy::cast_precision_loss, reason = "a fraction of bytes")]
     pub fn memory_fraction(&self) -> f64 {
-        self.lock().limit.map_or(1.0, |limit| limit as f64 / self.device_total as f64)
+        self.lock().limit.map_or(1.0, |limit| limit as f64 / self.device.total as f64)
     }
 
     // ---- figures ----
@@ -350,12 +358,17 @@ impl<D: Driver> Engine<D> {
 }
 
 impl<D: Driver> Drop for Engine<D> {
-    /// Gives back what is cached and the events nobody waits for. Live allocations stay: their
+    /// Gives back what is cached, of private pools too, and the events nobody waits for. Live allocations stay: their
     /// owners may still use them.
     fn drop(&mut self) {
         // A second panic during the first would abort the program.
         if std::thread::panicking() {
             return;
+        }
+        {
+            let mut state = self.lock();
+            state.recording.clear();
+            state.pools.private.values_mut().for_each(|pool| pool.uses = 0);
         }
         // Nobody is left to tell of a failure, and nothing depends on it.
         let _ = self.empty_cache();

@@ -47,7 +47,8 @@ pub struct Shortage {
     pub private_free: u64,
     /// The largest free block of any pool on any stream.
     pub largest_free: u64,
-    /// Whether a capture was under way, so that nothing could be given back.
+    /// Whether allocations went to a private pool, so that nothing could be given back: a graph
+    /// capture may have been under way.
     pub capturing: bool,
 }
 
@@ -80,7 +81,11 @@ impl std::fmt::Display for Shortage {
             write!(f, "; {} are free in private pools", display(self.private_free))?;
         }
         if self.capturing {
-            write!(f, "; a graph capture is under way, so nothing could be given back")?;
+            write!(
+                f,
+                "; allocations go to a private pool, where a graph capture may be under way, so \
+                 nothing could be given back"
+            )?;
         }
         Ok(())
     }
@@ -125,6 +130,9 @@ pub enum PoolError {
     /// Allocations go to it already.
     #[error("allocations go to private pool {0} already")]
     AlreadyRecording(PoolId),
+    /// Allocations still go to it, so its last use cannot be released.
+    #[error("allocations still go to private pool {0}: end that before its last use is released")]
+    StillRecording(PoolId),
     /// Allocations do not go to it.
     #[error("allocations do not go to private pool {0}")]
     NotRecording(PoolId),

@@ -14,6 +14,9 @@ const SPARSE: usize = 12;
 /// and the two together stay below this.
 const JOINED: usize = 40;
 
+/// How many emptied chunks are kept.
+const SPARES: usize = 8;
+
 /// Where a block stands in the order.
 type Key = (u64, u64);
 
@@ -77,18 +80,27 @@ impl FreeIndex {
         true
     }
 
-    /// A chunk has become sparse: joins it with the one after it, or drops it if it is empty.
+    /// A chunk has become sparse: joins it with a neighbour, or drops it if it is empty.
     #[cold]
     fn thin(&mut self, chunk: usize) {
         let len = self.chunks[chunk].len();
-        let joins = self.chunks.get(chunk + 1).is_some_and(|next| len + next.len() < JOINED);
-        if joins {
+        let fits =
+            |other: usize| self.chunks.get(other).is_some_and(|other| len + other.len() < JOINED);
+        let emptied = if fits(chunk + 1) {
             let mut next = self.chunks.remove(chunk + 1);
             self.chunks[chunk].append(&mut next);
-            self.spare.push(next);
+            next
+        } else if chunk > 0 && fits(chunk - 1) {
+            let mut this = self.chunks.remove(chunk);
+            self.chunks[chunk - 1].append(&mut this);
+            this
         } else if len == 0 {
-            let empty = self.chunks.remove(chunk);
-            self.spare.push(empty);
+            self.chunks.remove(chunk)
+        } else {
+            return;
+        };
+        if self.spare.len() < SPARES {
+            self.spare.push(emptied);
         }
     }
 

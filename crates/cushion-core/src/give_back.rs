@@ -67,7 +67,7 @@ impl<D: Driver> Locked<'_, D> {
     }
 
     fn may_give_back(&self, id: BlockId) -> GiveBack {
-        let view = self.state.view(self.device_total);
+        let view = self.state.view(self.device);
         let block = &view.blocks[id];
         view.segments[block.segment].policy.rules().give_back(view, block)
     }

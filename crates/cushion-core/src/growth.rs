@@ -22,7 +22,7 @@ impl<D: Driver> Locked<'_, D> {
             return Ok(None);
         }
         let lane = self.state.pools[request.pool].lane(request.stream);
-        let view = self.state.view(self.device_total);
+        let view = self.state.view(self.device);
         match policy.rules().source(view, lane, request) {
             Source::Plain(bytes) => self.plain_segment(bytes, request, policy, context),
             Source::Extend(block) => self.extend(block, request.size, context),

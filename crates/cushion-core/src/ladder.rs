@@ -53,6 +53,8 @@ enum Rung {
     CollectGarbage,
     /// Search the private pools that allow it.
     BorrowFromPools,
+    /// The same, but for plain segments only: PyTorch passes over pages here.
+    BorrowPlain,
     /// Wait for pending frees.
     WaitForEvents,
     /// Give back just enough blocks that are too large to be split.
@@ -84,7 +86,7 @@ const fn step(rung: Rung, then: &'static [Then]) -> Step {
 
 const TORCH: &[Step] = &[
     step(Rung::CollectGarbage, &[Then::Ask]),
-    step(Rung::BorrowFromPools, &[]),
+    step(Rung::BorrowPlain, &[]),
     step(Rung::GiveBackOversize, &[Then::Ask]),
     step(Rung::GiveBackCached, &[Then::AskAgain]),
 ];
@@ -117,7 +119,7 @@ impl<D: Driver> Locked<'_, D> {
         context: Context,
     ) -> Result<Found, AllocError> {
         for step in self.state.ladder.steps() {
-            match self.try_rung(step.rung, request, context)? {
+            match self.try_rung(step.rung, request, policy, context)? {
                 Outcome::Served(found) => return Ok(found),
                 Outcome::Nothing => continue,
                 Outcome::Changed => {}
@@ -143,9 +145,11 @@ impl<D: Driver> Locked<'_, D> {
         &mut self,
         rung: Rung,
         request: &Request,
+        policy: Policy,
         context: Context,
     ) -> DriverResult<Outcome> {
         let changed = |changed| if changed { Outcome::Changed } else { Outcome::Nothing };
+        let served = |found: Option<Found>| found.map_or(Outcome::Nothing, Outcome::Served);
         // Waiting, and giving memory back, are illegal while a capture may be under way.
         let capturing = self.is_recording();
         Ok(match rung {
@@ -156,10 +160,8 @@ impl<D: Driver> Locked<'_, D> {
                 // The driver has not been asked yet, so it is worth asking in any case.
                 Outcome::Changed
             }
-            Rung::BorrowFromPools => match self.borrow_from_pools(request) {
-                Some(found) => Outcome::Served(found),
-                None => Outcome::Nothing,
-            },
+            Rung::BorrowFromPools => served(self.borrow_from_pools(request, policy)),
+            Rung::BorrowPlain => served(self.borrow_from_pools(request, Policy::Segments)),
             _ if capturing => Outcome::Nothing,
             Rung::WaitForEvents => changed(self.synchronize_events(None)?),
             Rung::GiveBackOversize => changed(self.give_back_oversize(request, context)?),
@@ -171,7 +173,7 @@ impl<D: Driver> Locked<'_, D> {
     }
 
     /// Searches the private pools that may help out the default one.
-    fn borrow_from_pools(&mut self, request: &Request) -> Option<Found> {
+    fn borrow_from_pools(&mut self, request: &Request, policy: Policy) -> Option<Found> {
         if self.state.pools[request.pool].id != PoolId::DEFAULT {
             return None;
         }
@@ -179,8 +181,8 @@ impl<D: Driver> Locked<'_, D> {
         pools.into_iter().find_map(|id| {
             let private = self.state.pools.private.get(&id).filter(|pool| pool.uses > 0)?;
             let pool = if request.small { private.small } else { private.large };
-            let block = self.search(&Request { pool, ..*request }, Policy::Segments)?;
-            Some(Found { block, policy: Policy::Segments })
+            let block = self.search(&Request { pool, ..*request }, policy)?;
+            Some(Found { block, policy })
         })
     }
 
@@ -205,7 +207,7 @@ impl<D: Driver> Locked<'_, D> {
             wanted: request.wanted,
             stream: request.stream,
             pool: self.state.pools[request.pool].id,
-            device_total: self.driver.properties().total,
+            device_total: self.device.total,
             device_free,
             allowed: self.state.limit,
             reserved: stats.reserved_bytes.all.current,

@@ -5,7 +5,7 @@ use rustc_hash::FxHashMap;
 
 use crate::block::{BlockId, BlockState, BlockTable};
 use crate::clock::Clock;
-use crate::driver::{Driver, StreamId};
+use crate::driver::{Driver, Properties, StreamId};
 use crate::error::{AddressError, AllocError};
 use crate::history::{Action, Context, Entry, History};
 use crate::ladder::Ladder;
@@ -23,6 +23,8 @@ use crate::stats::{Counters, Lanes};
 #[derive(Debug)]
 pub(crate) struct State {
     pub(crate) options: Options,
+    /// The policy in force.
+    pub(crate) policy: Policy,
     pub(crate) ladder: Ladder,
     pub(crate) blocks: BlockTable,
     pub(crate) segments: SegmentTable,
@@ -48,7 +50,7 @@ pub(crate) struct Locked<'a, D> {
     pub(crate) clock: &'a dyn Clock,
     pub(crate) counters: &'a Counters,
     pub(crate) lanes: &'a Lanes,
-    pub(crate) device_total: u64,
+    pub(crate) device: Properties,
 }
 
 /// A free block that will serve a request, and the policy that says whether it is split.
@@ -59,14 +61,9 @@ pub(crate) struct Found {
 }
 
 impl State {
-    /// The policy in force.
-    pub(crate) fn policy(&self) -> Policy {
-        if self.options.expandable_segments { Policy::Expandable } else { Policy::Segments }
-    }
-
-    pub(crate) fn view(&self, device_total: u64) -> View<'_> {
+    pub(crate) fn view(&self, device: Properties) -> View<'_> {
         let Self { blocks, segments, options, .. } = self;
-        View { blocks, segments, options, device_total }
+        View { blocks, segments, options, device }
     }
 }
 
@@ -89,7 +86,7 @@ impl<D: Driver> Locked<'_, D> {
         } else if !self.state.pending.is_empty() {
             self.process_events()?;
         }
-        let policy = self.state.policy();
+        let policy = self.state.policy;
         let found = match self.search(&request, policy) {
             Some(block) => {
                 self.counters.hits.add(1);
@@ -118,7 +115,7 @@ impl<D: Driver> Locked<'_, D> {
             pool: self.pool_for(small, stream),
             small,
         };
-        if request.wanted > self.device_total {
+        if request.wanted > self.device.total {
             return Err(AllocError::NeverFits(self.shortage(&request, None)));
         }
         Ok(request)
@@ -134,18 +131,18 @@ impl<D: Driver> Locked<'_, D> {
 
     fn choose(&self, request: &Request, policy: Policy) -> Option<BlockId> {
         let lane = self.state.pools[request.pool].lane(request.stream)?;
-        policy.rules().choose(self.state.view(self.device_total), lane, request.size)
+        policy.rules().choose(self.state.view(self.device), lane, request.size)
     }
 
     pub(crate) fn would_hit(&self, requested: u64, stream: StreamId) -> bool {
         let request = self.request(requested, stream);
-        request.is_ok_and(|request| self.choose(&request, self.state.policy()).is_some())
+        request.is_ok_and(|request| self.choose(&request, self.state.policy).is_some())
     }
 
     /// Cuts the block to size and hands it out.
     fn hand_out(&mut self, found: Found, request: &Request, context: Context) -> u64 {
         let Found { block: id, policy } = found;
-        let view = self.state.view(self.device_total);
+        let view = self.state.view(self.device);
         let block = &view.blocks[id];
         let (pool, address, whole) = (block.pool, block.address, block.size);
         let small = self.state.pools[pool].small;

@@ -238,10 +238,15 @@ impl<D: Driver> Locked<'_, D> {
     // ---- reuse during a capture, by the order of the graph ----
 
     /// The last nodes, on every stream that used the block, of the graph being captured; empty if
-    /// one of the streams is not being captured.
+    /// the block must wait for more than the graph.
     fn free_markers(&self, id: BlockId) -> DriverResult<Vec<NodeId>> {
         let block = &self.state.blocks[id];
         let mut markers = Vec::new();
+        // Work from before the capture is not in its graph: it needs an event.
+        let before = |uses: &Uses| uses.streams.iter().any(|s| !uses.in_capture.contains(s));
+        if block.uses.as_deref().is_some_and(before) {
+            return Ok(markers);
+        }
         for &stream in [&block.stream].into_iter().chain(block.uses_without_event()) {
             let Some(capture) = self.driver.capture(stream)? else { return Ok(Vec::new()) };
             markers.extend(capture.terminals);

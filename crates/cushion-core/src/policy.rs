@@ -11,7 +11,7 @@ mod segments;
 use std::fmt;
 
 use crate::block::{Block, BlockId, BlockTable};
-use crate::driver::StreamId;
+use crate::driver::{Properties, StreamId};
 use crate::options::Options;
 use crate::pool::{Lane, PoolIndex};
 use crate::segment::SegmentTable;
@@ -38,6 +38,12 @@ impl Policy {
         }
     }
 
+    /// The policy that options ask for.
+    #[must_use]
+    pub fn of(options: &Options) -> Self {
+        if options.expandable_segments { Self::Expandable } else { Self::Segments }
+    }
+
     /// Its decisions.
     pub(crate) fn rules(self) -> &'static dyn Rules {
         match self {
@@ -59,8 +65,7 @@ pub(crate) struct View<'a> {
     pub(crate) blocks: &'a BlockTable,
     pub(crate) segments: &'a SegmentTable,
     pub(crate) options: &'a Options,
-    /// Physical memory of the device.
-    pub(crate) device_total: u64,
+    pub(crate) device: Properties,
 }
 
 /// One allocation on its way.

@@ -75,7 +75,7 @@ impl<D: Driver> Locked<'_, D> {
         let pool = self.state.pools.private.get_mut(&id).ok_or(PoolError::Unknown(id))?;
         match pool.uses {
             0 => Err(PoolError::Released(id)),
-            1 if recording => Err(PoolError::AlreadyRecording(id)),
+            1 if recording => Err(PoolError::StillRecording(id)),
             _ => {
                 pool.uses -= 1;
                 Ok(())

@@ -266,7 +266,8 @@ counters! {
         num_device_alloc,
         /// Times memory was given back to the driver.
         num_device_free,
-        /// Requests refused before the driver was asked.
+        /// Requests that PyTorch's `throw_on_cudamalloc_oom` refused, an option that is not ours:
+        /// always zero.
         num_oom_rejections,
     }
     settings {
@@ -409,24 +410,31 @@ impl LaneStats {
     }
 }
 
-/// Every lane's figures: a list that only grows, so that readers need no lock. Lanes of pools that
-/// are gone are used again, so it grows no longer than the most lanes there ever were at once.
+/// Every lane's figures, in an array that only grows, so that readers need no lock: parts of 1, 2, 4,
+/// 8… places, each made when the one before it is full. Places of pools that are gone are used again,
+/// so there are no more than the most lanes there ever were at once.
 #[derive(Debug, Default)]
 pub(crate) struct Lanes {
-    first: OnceLock<Box<LaneNode>>,
-    closed: Mutex<Vec<Arc<LaneStats>>>,
+    parts: [OnceLock<Box<[Place]>>; 32],
+    /// For the engine, which is the only writer.
+    writer: Mutex<Writer>,
 }
 
-#[derive(Debug)]
-struct LaneNode {
-    stats: Arc<LaneStats>,
-    next: OnceLock<Box<LaneNode>>,
+type Place = OnceLock<Arc<LaneStats>>;
+
+#[derive(Debug, Default)]
+struct Writer {
+    count: usize,
+    closed: Vec<Arc<LaneStats>>,
 }
 
 impl Lanes {
     pub(crate) fn open(&self, stream: StreamId, pool: PoolId, small: bool) -> Arc<LaneStats> {
-        let reused = self.closed.lock().unwrap_or_else(PoisonError::into_inner).pop();
-        let stats = reused.unwrap_or_else(|| self.append());
+        let mut writer = self.writer.lock().unwrap_or_else(PoisonError::into_inner);
+        let stats = writer.closed.pop().unwrap_or_else(|| {
+            writer.count += 1;
+            Arc::clone(self.place(writer.count).get_or_init(Arc::default))
+        });
         stats.stream.store(stream.0, Relaxed);
         stats.pool[0].store(pool.0, Relaxed);
         stats.pool[1].store(pool.1, Relaxed);
@@ -438,34 +446,26 @@ impl Lanes {
     /// The lane's pool is gone; all its figures are zero.
     pub(crate) fn close(&self, stats: &Arc<LaneStats>) {
         stats.open.store(false, Relaxed);
-        self.closed.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::clone(stats));
+        let mut writer = self.writer.lock().unwrap_or_else(PoisonError::into_inner);
+        writer.closed.push(Arc::clone(stats));
     }
 
-    fn append(&self) -> Arc<LaneStats> {
-        let stats = Arc::new(LaneStats::default());
-        let mut node = Box::new(LaneNode { stats: Arc::clone(&stats), next: OnceLock::new() });
-        let mut end = &self.first;
-        loop {
-            match end.set(node) {
-                Ok(()) => return stats,
-                Err(back) => {
-                    node = back;
-                    end = &end.get().expect("a full cell").next;
-                }
-            }
-        }
+    /// The n-th place, from 1: places 2^k to 2^(k + 1) - 1 are in part k.
+    fn place(&self, nth: usize) -> &Place {
+        let part = nth.ilog2();
+        let places = self.parts[part as usize]
+            .get_or_init(|| (0..1_usize << part).map(|_| Place::new()).collect());
+        &places[nth - (1 << part)]
     }
 
     fn read(&self) -> Vec<LaneFigures> {
-        let mut figures = Vec::new();
-        let mut cell = &self.first;
-        while let Some(node) = cell.get() {
-            if node.stats.open.load(Relaxed) {
-                figures.push(node.stats.read());
-            }
-            cell = &node.next;
-        }
-        figures
+        self.parts
+            .iter()
+            .map_while(OnceLock::get)
+            .flat_map(|places| places.iter().map_while(OnceLock::get))
+            .filter(|stats| stats.open.load(Relaxed))
+            .map(|stats| stats.read())
+            .collect()
     }
 }
 

@@ -8,13 +8,13 @@
 
 pub mod contract;
 
-use std::collections::BTreeMap;
-use std::sync::Arc;
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::driver::{Call, FailWhen, Fault};
 use crate::{
     AddressError, AllocError, CheckedDriver, Engine, EngineConfig, Ladder, Policy, PoolError,
-    PoolId, SimConfig, SimDriver, StreamId,
+    PoolId, SimConfig, SimDriver, StreamFilter, StreamId,
 };
 
 /// The device the world simulates: small, so that memory runs out often.
@@ -65,6 +65,14 @@ pub enum Action {
     /// Captures a stream into a private pool.
     BeginCapture {
         pool: u8,
+        stream: u8,
+    },
+    /// Makes another stream follow the captured one, and so join its capture.
+    JoinCapture {
+        stream: u8,
+    },
+    /// Makes the captured stream follow another.
+    FollowStream {
         stream: u8,
     },
     EndCapture,
@@ -120,6 +128,8 @@ pub struct World {
     past: Vec<Life>,
     lives: u64,
     capture: Option<(PoolId, StreamId)>,
+    /// The streams being captured.
+    joined: Arc<Mutex<BTreeSet<StreamId>>>,
     /// Pools with allocations going to them, and how many uses each pool has.
     open: Vec<PoolId>,
     uses: BTreeMap<PoolId, u32>,
@@ -139,7 +149,7 @@ struct Life {
     stream: StreamId,
     /// Work on it: stream and number.
     work: Vec<(StreamId, u64)>,
-    /// Used in a capture: the order of the graph protects it, not events.
+    /// Used in a capture.
     captured: bool,
 }
 
@@ -161,6 +171,7 @@ impl World {
             past: Vec::new(),
             lives: 0,
             capture: None,
+            joined: Arc::default(),
             open: Vec::new(),
             uses: BTreeMap::new(),
             baked: BTreeMap::new(),
@@ -194,8 +205,9 @@ impl World {
                 }
             }
             Action::BeginPool { pool, stream } => {
-                let filter = stream.map(stream_id);
-                self.begin_pool(pool_id(pool), filter);
+                let only = stream.map(stream_id);
+                let filter = move |stream| only.is_none_or(|only| only == stream);
+                self.begin_pool(pool_id(pool), Box::new(filter));
             }
             Action::EndPool { pool } => self.end_pool(pool_id(pool)),
             Action::ReleasePool { pool } => self.release_pool(pool_id(pool)),
@@ -209,13 +221,28 @@ impl World {
             }
             Action::BeginCapture { pool, stream } => {
                 let (pool, stream) = (pool_id(pool), stream_id(stream));
-                if self.capture.is_none() && self.begin_pool(pool, Some(stream)) {
+                let joined = Arc::clone(&self.joined);
+                let filter = move |stream| joined.lock().is_ok_and(|all| all.contains(&stream));
+                if self.capture.is_none() && self.begin_pool(pool, Box::new(filter)) {
                     self.sim.begin_capture(stream);
                     self.capture = Some((pool, stream));
+                    self.joined().insert(stream);
+                }
+            }
+            Action::JoinCapture { stream } => {
+                if let Some((_, captured)) = self.capture {
+                    self.sim.wait_for(stream_id(stream), captured);
+                    self.joined().insert(stream_id(stream));
+                }
+            }
+            Action::FollowStream { stream } => {
+                if let Some((_, captured)) = self.capture {
+                    self.sim.wait_for(captured, stream_id(stream));
                 }
             }
             Action::EndCapture => {
                 if let Some((pool, stream)) = self.capture.take() {
+                    self.joined().clear();
                     self.sim.end_capture(stream);
                     self.end_pool(pool);
                 }
@@ -334,7 +361,7 @@ impl World {
         assert!(taken.is_none(), "{life:?} overlaps the live {taken:?}");
         let sim = &self.sim;
         self.past.retain(|old| old.work.iter().any(|&(s, work)| !sim.is_finished(s, work)));
-        for old in self.past.iter().filter(|old| overlaps(old) && !old.captured) {
+        for old in self.past.iter().filter(|old| overlaps(old)) {
             let busy = old.work.iter().find(|&&(stream, work)| {
                 stream != life.stream && !self.sim.is_finished(stream, work)
             });
@@ -344,7 +371,7 @@ impl World {
 
     /// Queues work that uses a block.
     fn work(&self, life: &mut Life, stream: StreamId) {
-        let captured = self.capture.is_some_and(|(_, captured)| captured == stream);
+        let captured = self.joined().contains(&stream);
         let work = self.sim.launch(stream);
         if captured {
             life.captured = true;
@@ -375,8 +402,11 @@ impl World {
         self.past.extend(self.live.remove(&address));
     }
 
-    fn begin_pool(&mut self, pool: PoolId, stream: Option<StreamId>) -> bool {
-        let filter = Box::new(move |s| stream.is_none_or(|only| only == s));
+    fn joined(&self) -> MutexGuard<'_, BTreeSet<StreamId>> {
+        self.joined.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn begin_pool(&mut self, pool: PoolId, filter: StreamFilter) -> bool {
         match self.engine.begin_allocate_to_pool(pool, filter) {
             Ok(()) => {
                 assert!(!self.open.contains(&pool));
@@ -419,7 +449,7 @@ impl World {
             Err(PoolError::Unknown(_) | PoolError::Released(_)) => {
                 assert!(!self.uses.contains_key(&pool));
             }
-            Err(PoolError::AlreadyRecording(_)) => assert!(self.open.contains(&pool)),
+            Err(PoolError::StillRecording(_)) => assert!(self.open.contains(&pool)),
             Err(error) => panic!("{error}"),
         }
     }

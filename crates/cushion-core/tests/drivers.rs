@@ -39,6 +39,7 @@ mod tests {
         contract::check_driver(&CheckedDriver::new(sim()));
         contract::check_driver(&SimDriver::new(SimConfig {
             device: 3,
+            total: contract::NEEDED,
             capacity: contract::NEEDED,
             granularity: 64 * KIB,
         }));
@@ -68,7 +69,11 @@ mod tests {
 
     #[test]
     fn capacity_is_shared_with_tenants_and_never_exceeded() {
-        let driver = SimDriver::new(SimConfig { device: 5, capacity: 100 * MIB, granularity: MIB });
+        let driver = SimDriver::new(SimConfig {
+            device: 5,
+            granularity: MIB,
+            ..SimConfig::with_capacity(100 * MIB)
+        });
         let properties = Properties { device: 5, total: 100 * MIB, granularity: MIB };
         assert_eq!(driver.properties(), properties);
         let free = || driver.memory_info().unwrap().free / MIB;

@@ -31,6 +31,8 @@ mod tests {
             (divisions, 5 * MIB + 1, 6 * MIB, 20),
             ("large_segment_size_mb:32", 2 * MIB, 2 * MIB, 32),
             (EXPANDABLE, 1, 512, 2),
+            // Pages are multiples of what the device maps.
+            ("expandable_segments:True,large_segment_size_mb:21", 11 * MIB, 11 * MIB, 22),
             (EXPANDABLE, 10 * MIB, 10 * MIB, 20),
             (EXPANDABLE, 11 * MIB + 1, 11 * MIB + 512, 20),
             (EXPANDABLE, 20 * MIB - 512, 20 * MIB - 512, 20),

@@ -253,6 +253,9 @@ mod tests {
             sim.launch(S1);
             gpu.free(pending).unwrap();
             gpu.free(cached).unwrap();
+            gpu.begin_allocate_to_pool(POOL, every_stream()).unwrap();
+            let private = gpu.alloc(20 * MIB, S0).unwrap();
+            gpu.free(private).unwrap();
             drop(gpu);
             assert_eq!(sim.held(), kept, "what is live is its owner's: {conf}");
             let counts = sim.counts();

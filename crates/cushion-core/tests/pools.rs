@@ -66,7 +66,19 @@ mod tests {
             [(pools[0], S0), (pools[1], S1)]
         );
         let held = gpu.release_pool(POOL);
-        assert_eq!(held, Err(PoolError::AlreadyRecording(POOL)), "allocations go to it");
+        assert_eq!(held, Err(PoolError::StillRecording(POOL)), "allocations go to it");
+    }
+
+    #[test]
+    fn a_pool_of_pages_may_help_out_too() {
+        let gpu = gpu(100, EXPANDABLE);
+        gpu.begin_allocate_to_pool(POOL, every_stream()).unwrap();
+        let block = take(&gpu, 60 * MIB, S0);
+        gpu.free(block).unwrap();
+        gpu.end_allocate_to_pool(POOL).unwrap();
+        full_now(gpu.alloc(55 * MIB, S0));
+        gpu.set_use_on_oom(POOL, true).unwrap();
+        assert_eq!(take(&gpu, 55 * MIB, S0), block);
     }
 
     #[test]
@@ -198,6 +210,26 @@ mod tests {
             gpu.empty_cache().unwrap();
             assert_eq!(reserved_mib(&gpu), 0, "{conf}");
         }
+    }
+
+    /// The order of a graph says nothing about work that was queued before its capture.
+    #[test]
+    fn a_capture_does_not_reuse_memory_that_earlier_work_uses() {
+        let gpu = gpu(200, "graph_capture_record_stream_reuse:True");
+        let block = take(&gpu, 15 * MIB, S0);
+        gpu.driver().launch(S1);
+        gpu.record_stream(block, S1).unwrap();
+        gpu.driver().begin_capture(S0);
+        gpu.begin_allocate_to_pool(POOL, Box::new(|stream| stream == S0)).unwrap();
+        gpu.driver().wait_for(S1, S0);
+        gpu.free(block).unwrap();
+        gpu.driver().wait_for(S0, S1);
+        take(&gpu, 512, S0);
+        gpu.driver().end_capture(S0);
+        gpu.end_allocate_to_pool(POOL).unwrap();
+        assert_ne!(take(&gpu, 15 * MIB, S0), block, "work on the other stream is unfinished");
+        gpu.driver().finish(S1);
+        assert_eq!(take(&gpu, 15 * MIB, S0), block);
     }
 
     // ---- giving back, limits and the ladder ----

@@ -41,6 +41,8 @@ mod tests {
             1 => any::<u8>().prop_map(|pool| Action::NoSplit { pool }),
             1 => (any::<u8>(), any::<u8>())
                 .prop_map(|(pool, stream)| Action::BeginCapture { pool, stream }),
+            2 => any::<u8>().prop_map(|stream| Action::JoinCapture { stream }),
+            2 => any::<u8>().prop_map(|stream| Action::FollowStream { stream }),
             2 => Just(Action::EndCapture),
             2 => (any::<u8>(), any::<u64>())
                 .prop_map(|(tenant, bytes)| Action::SetTenant { tenant, bytes }),

@@ -94,9 +94,13 @@ impl Holdings {
         self.count
     }
 
-    /// Where the ranges alive now begin that pages come and go behind.
-    pub(crate) fn ranges(&self) -> impl Iterator<Item = u64> {
-        self.alive.iter().filter(|(_, holding)| holding.mapped.is_some()).map(|(&start, _)| start)
+    /// How far from `start` the nearest ranges begin, before and after it, that pages come and go
+    /// behind.
+    pub(crate) fn gaps(&self, start: u64) -> impl Iterator<Item = u64> {
+        let paged = |&(_, holding): &(&u64, &Holding)| holding.mapped.is_some();
+        let before = self.alive.range(..start).next_back().filter(paged);
+        let after = self.alive.range(start.saturating_add(1)..).next().filter(paged);
+        before.into_iter().chain(after).map(move |(&other, _)| other.abs_diff(start))
     }
 
     fn find(&self, address: u64) -> Option<(u64, Holding)> {
@@ -109,4 +113,17 @@ impl Holdings {
         self.count += 1;
         self.alive.insert(address, Holding { id, end, mapped });
     }
+}
+
+/// The event and holding of each allocation of a trace.
+pub(crate) fn requests(
+    events: &[Event],
+    start: &Holdings,
+) -> impl Iterator<Item = (usize, HoldingId)> {
+    let mut holdings = start.clone();
+    events.iter().enumerate().filter_map(move |(index, event)| {
+        holdings.take(event);
+        let is_request = event.action == Action::Alloc;
+        Some((index, holdings.at(event.addr).filter(|_| is_request)?))
+    })
 }

@@ -9,9 +9,10 @@
 //! follows PyTorch further than before.
 
 use cushion_core::PoolId;
+use rustc_hash::FxHashMap;
 
-use crate::holdings::{HoldingId, Holdings};
-use crate::snapshot::{Action, Event, Segment};
+use crate::holdings::{HoldingId, Holdings, requests};
+use crate::snapshot::{Event, Segment};
 
 /// Inferred pools are named apart from recorded ones.
 const INFERRED: u64 = u64::MAX;
@@ -138,23 +139,15 @@ struct Requests {
     /// In order.
     holdings: Vec<HoldingId>,
     /// The place of each holding's first allocation in that order.
-    first: Vec<Option<usize>>,
+    first: FxHashMap<HoldingId, usize>,
 }
 
 impl Requests {
     fn of(events: &[Event], start: &Holdings) -> Self {
-        let mut at = start.clone();
-        let mut holdings = Vec::new();
-        let mut first = vec![None; start.count()];
-        for event in events {
-            at.take(event);
-            first.resize(at.count(), None);
-            if event.action == Action::Alloc
-                && let Some(id) = at.at(event.addr)
-            {
-                first[id].get_or_insert(holdings.len());
-                holdings.push(id);
-            }
+        let holdings: Vec<HoldingId> = requests(events, start).map(|(_, id)| id).collect();
+        let mut first = FxHashMap::default();
+        for (place, &id) in holdings.iter().enumerate() {
+            first.entry(id).or_insert(place);
         }
         Self { holdings, first }
     }
@@ -201,7 +194,7 @@ impl Requests {
         let mut labels = labels.clone();
         let mut own = None;
         for &id in group {
-            let first = self.first[id];
+            let first = self.first.get(&id).copied();
             let neighbour = match join {
                 Join::Before => first.and_then(|at| self.holdings.get(at.checked_sub(1)?)),
                 Join::After => {

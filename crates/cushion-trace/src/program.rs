@@ -22,7 +22,7 @@ use std::collections::BTreeSet;
 use cushion_core::{Options, Policy, PoolId, StreamId};
 use rustc_hash::FxHashMap;
 
-use crate::holdings::Holdings;
+use crate::holdings::{self, Holdings};
 use crate::pools::{self, Labels};
 use crate::replay::follow;
 use crate::snapshot::{Action, Event, Segment, Settings, Snapshot};
@@ -42,12 +42,11 @@ pub struct Program {
     pub policy: Policy,
     /// The size of the device, where the trace tells.
     pub(crate) device_total: Option<u64>,
+    /// Whether memory was held before the first event, which a run does not rebuild.
+    pub begins_in_the_middle: bool,
     /// What could not be known, in words.
     pub notes: Vec<String>,
 }
-
-/// How far to look for the request after a refused one.
-const NEAR: usize = 1000;
 
 /// One allocation of the trace, from its request to its free.
 pub(crate) type Slot = u32;
@@ -151,6 +150,8 @@ impl Recording<'_> {
         let mut builder = Builder {
             events,
             labels,
+            start: &self.start,
+            requests: None,
             holdings: self.start.clone(),
             steps: Vec::with_capacity(events.len()),
             live: FxHashMap::default(),
@@ -187,6 +188,7 @@ impl Recording<'_> {
             options: self.options.clone(),
             policy,
             device_total: self.device_total,
+            begins_in_the_middle: self.start.count() > 0,
             notes,
         }
     }
@@ -195,6 +197,10 @@ impl Recording<'_> {
 struct Builder<'a> {
     events: &'a [Event],
     labels: &'a Labels,
+    /// What PyTorch held before the first event.
+    start: &'a Holdings,
+    /// The event and pool of each request; worked out only if one was refused.
+    requests: Option<Vec<(usize, PoolId)>>,
     /// What PyTorch holds at this point.
     holdings: Holdings,
     steps: Vec<Step>,
@@ -407,20 +413,17 @@ impl Builder<'_> {
 
     /// The pool of a refused request, which has no address: that of the requests before and after it,
     /// if they agree. Else the default, and the private one it may have been for.
-    fn refused_pools(&self, index: usize) -> (PoolId, Option<PoolId>) {
+    fn refused_pools(&mut self, index: usize) -> (PoolId, Option<PoolId>) {
         if let Some((a, b)) = self.events[index].pool {
             return (PoolId(a, b), None);
         }
-        let mut holdings = self.holdings.clone();
-        let near = &self.events[index..self.events.len().min(index + NEAR)];
-        let next = near.iter().find(|event| {
-            holdings.take(event);
-            event.action == Action::Alloc
+        let requests = self.requests.get_or_insert_with(|| {
+            holdings::requests(self.events, self.start)
+                .map(|(event, holding)| (event, self.labels.pool(holding)))
+                .collect()
         });
-        let after = next
-            .and_then(|event| holdings.at(event.addr))
-            .map(|id| self.labels.pool(id))
-            .filter(|&pool| pool != PoolId::DEFAULT);
+        let next = requests.partition_point(|&(event, _)| event < index);
+        let after = requests.get(next).map(|&(_, pool)| pool).filter(|&p| p != PoolId::DEFAULT);
         match (self.window, after) {
             (Some(before), Some(after)) if before == after => (before, None),
             (before, after) => (PoolId::DEFAULT, after.or(before)),
@@ -468,6 +471,13 @@ fn options_of(settings: &Settings, notes: &mut Vec<String>) -> Options {
     {
         notes.push(format!("the recorded options are not all understood: {error}"));
     }
+    if options.per_process_memory_fraction < 1.0 {
+        notes.push(format!(
+            "the run was limited to {} of its device, whose size is not recorded: --capacity sets a \
+             limit",
+            options.per_process_memory_fraction
+        ));
+    }
     if let Some(bytes) = settings.max_split_size {
         options.max_split_size = u64::try_from(bytes).ok();
     }
@@ -501,7 +511,7 @@ fn device_total(events: &[Event]) -> Option<u64> {
         let before = holdings.count();
         holdings.take(event);
         if holdings.count() > before && event.action == Action::SegmentMap {
-            let gaps = holdings.ranges().map(|start| start.abs_diff(event.addr));
+            let gaps = holdings.gaps(event.addr);
             nearest = gaps.filter(|&gap| gap > apart).chain(nearest).min();
         }
     }

@@ -1,6 +1,6 @@
 //! Runs a program on the engine and the simulated device.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use cushion_core::driver::CallCounts;
@@ -160,7 +160,8 @@ fn device_for(
 ) -> (Engine<Arc<SimDriver>>, Arc<SimDriver>) {
     let recorded = program.device_total.filter(|_| config.policy == program.policy);
     let total = recorded.unwrap_or(UNLIMITED).max(config.capacity.unwrap_or(0));
-    let driver = Arc::new(SimDriver::new(SimConfig::with_capacity(total)));
+    let sim = SimConfig { total, ..SimConfig::with_capacity(UNLIMITED.max(total)) };
+    let driver = Arc::new(SimDriver::new(sim));
     let clock: Arc<dyn Clock> = Arc::new(VirtualClock::new());
     let engine = Engine::with_config(
         Arc::clone(&driver),
@@ -174,7 +175,12 @@ fn device_for(
 
 fn options_for(program: &Program, config: &ReplayConfig) -> Options {
     let options = config.options.as_ref().unwrap_or(&program.options);
-    Options { expandable_segments: config.policy == Policy::Expandable, ..options.clone() }
+    Options {
+        expandable_segments: config.policy == Policy::Expandable,
+        // A fraction of a device whose size is not known: the capacity is the limit.
+        per_process_memory_fraction: 1.0,
+        ..options.clone()
+    }
 }
 
 enum Stop {
@@ -207,7 +213,7 @@ struct Run<'a> {
     trial: Option<&'a [Event]>,
     /// The private pool that requests go to now.
     window: Option<PoolId>,
-    pool_uses: Vec<(PoolId, u32)>,
+    pool_uses: BTreeMap<PoolId, u32>,
     same: u64,
     allocs: u64,
     difference: Option<Difference>,
@@ -233,7 +239,7 @@ impl<'a> Run<'a> {
             placed: false,
             trial: None,
             window: None,
-            pool_uses: Vec::new(),
+            pool_uses: BTreeMap::new(),
             same: 0,
             allocs: 0,
             difference: None,
@@ -374,11 +380,8 @@ impl<'a> Run<'a> {
             Step::BeginPool(pool) => self.begin_pool(pool),
             Step::EndPool(_) => self.end_pool(),
             Step::ReleasePool(pool) => {
-                if let Some(index) = self.pool_uses.iter().position(|(known, _)| *known == pool) {
-                    let (_, uses) = self.pool_uses.swap_remove(index);
-                    for _ in 0..uses {
-                        let _ = self.engine.release_pool(pool);
-                    }
+                for _ in 0..self.pool_uses.remove(&pool).unwrap_or(0) {
+                    let _ = self.engine.release_pool(pool);
                 }
             }
         }
@@ -388,7 +391,7 @@ impl<'a> Run<'a> {
     /// Gives everything cached back; a trial compares what that was with what PyTorch gave back.
     fn give_back(&mut self, pool: PoolId, (from, to): (u32, u32)) -> Result<(), Stop> {
         let Some(trace) = self.trial else { return Ok(self.engine.empty_cache_of(pool)?) };
-        self.engine.record_history(1 << 16);
+        self.engine.record_history(1 << 20);
         self.engine.empty_cache_of(pool)?;
         let (entries, _) = self.engine.history();
         self.engine.record_history(0);
@@ -416,10 +419,7 @@ impl<'a> Run<'a> {
             return;
         }
         self.window = Some(pool);
-        match self.pool_uses.iter_mut().find(|(known, _)| *known == pool) {
-            Some((_, uses)) => *uses += 1,
-            None => self.pool_uses.push((pool, 1)),
-        }
+        *self.pool_uses.entry(pool).or_default() += 1;
     }
 
     fn end_pool(&mut self) {
@@ -494,12 +494,19 @@ mod tests {
         for nth in 1..=calls {
             let (engine, driver) = device_for(&program, &config);
             driver.fail(FailWhen::NthOfAny(nth), fault);
-            let ended = Run::new(&engine, &driver, &program, &config).run(&program);
+            let mut run = Run::new(&engine, &driver, &program, &config);
+            let ended = run.run(&program);
             if let Err(Stop::Driver(error)) = ended {
                 assert_eq!(error.fault, fault, "{name}, call {nth}: another fault");
             }
             engine.check_invariants().unwrap_or_else(|v| panic!("{name}, call {nth}: {v}"));
             driver.clear_failures();
+            run.end_pool();
+            for (pool, uses) in std::mem::take(&mut run.pool_uses) {
+                for _ in 0..uses {
+                    engine.release_pool(pool).expect("a pool in use");
+                }
+            }
             for segment in engine.snapshot().segments {
                 for block in segment.blocks.iter().filter(|block| block.use_ == BlockUse::Live) {
                     engine.free(block.address).expect("every later free succeeds");
@@ -516,11 +523,14 @@ mod tests {
     fn any_driver_call_may_fail_under_segments() {
         fail_every_call("capped", 1 << 30, Fault::Failed(999));
         fail_every_call("garbage_max_split", 3 << 29, Fault::OutOfMemory);
+        fail_every_call("graphs", 1 << 30, Fault::Failed(999));
+        fail_every_call("pools_capped", 1 << 29, Fault::OutOfMemory);
     }
 
     #[test]
     fn any_driver_call_may_fail_under_expandable() {
         fail_every_call("capped_expandable", 1 << 30, Fault::Failed(999));
         fail_every_call("max_split_expandable", 1 << 30, Fault::OutOfMemory);
+        fail_every_call("graphs_expandable", 1 << 30, Fault::Failed(999));
     }
 }

@@ -29,7 +29,9 @@ const CAPTURE_UNSUPPORTED: Fault = Fault::Failed(900);
 pub struct SimConfig {
     /// Index of the device.
     pub device: u32,
-    /// Physical memory in bytes.
+    /// Physical memory in bytes, as the device reports it.
+    pub total: u64,
+    /// What there really is of it.
     pub capacity: u64,
     /// Smallest size of a page.
     pub granularity: u64,
@@ -39,7 +41,7 @@ impl SimConfig {
     /// A device of `capacity` bytes with pages of 2 MiB and up.
     #[must_use]
     pub fn with_capacity(capacity: u64) -> Self {
-        Self { device: 0, capacity, granularity: 2 * MIB }
+        Self { device: 0, total: capacity, capacity, granularity: 2 * MIB }
     }
 }
 
@@ -93,6 +95,8 @@ struct State {
     held: u64,
     events: BTreeMap<EventId, Option<(StreamId, u64)>>,
     streams: BTreeMap<StreamId, Stream>,
+    /// Streams being captured.
+    capturing: BTreeSet<StreamId>,
     nodes: BTreeMap<NodeId, Vec<NodeId>>,
     handed_out: u64,
     next_address: u64,
@@ -191,6 +195,7 @@ impl SimDriver {
         let mut state = self.state();
         let id = state.fresh_handle();
         state.streams.entry(stream).or_default().capture = Some((id, BTreeSet::new()));
+        state.capturing.insert(stream);
     }
 
     /// Makes later work on `waiter` follow the work queued on `other`. A waiter that was not being
@@ -199,6 +204,7 @@ impl SimDriver {
         let mut state = self.state();
         let joined = state.streams.get(&other).and_then(|stream| stream.capture.clone());
         if let Some((id, nodes)) = joined {
+            state.capturing.insert(waiter);
             let waiter = state.streams.entry(waiter).or_default();
             waiter.capture.get_or_insert((id, BTreeSet::new())).1.extend(nodes);
         }
@@ -211,10 +217,12 @@ impl SimDriver {
         else {
             return;
         };
-        for stream in state.streams.values_mut() {
-            stream.capture.take_if(|(capture, _)| *capture == id);
-        }
-        state.nodes.clear();
+        let State { streams, capturing, nodes, .. } = &mut *state;
+        capturing.retain(|stream| {
+            let capture = streams.get_mut(stream).map(|stream| &mut stream.capture);
+            capture.and_then(|capture| capture.take_if(|(capture, _)| *capture == id)).is_none()
+        });
+        nodes.clear();
     }
 
     // ---- other tenants ----
@@ -315,8 +323,12 @@ impl State {
         if let Some(index) = self.placements.iter().position(matches) {
             let (_, _, address) = self.placements.remove(index).expect("a placement just found");
             let end = address.saturating_add(bytes);
-            let aligned = call == Call::Alloc || address.is_multiple_of(2 * MIB);
-            if aligned && end <= OWN_ADDRESSES && self.is_clear(address..end) {
+            let unit = if call == Call::Alloc { 512 } else { 2 * MIB };
+            if address > 0
+                && address.is_multiple_of(unit)
+                && end <= OWN_ADDRESSES
+                && self.is_clear(address..end)
+            {
                 return address;
             }
         }
@@ -365,7 +377,7 @@ impl State {
 
     /// Waiting and querying are illegal while anything is being captured.
     fn refuse_during_capture(&self, call: Call) -> DriverResult<()> {
-        if self.streams.values().any(|stream| stream.capture.is_some()) {
+        if !self.capturing.is_empty() {
             return Err(DriverError { call, fault: CAPTURE_UNSUPPORTED });
         }
         Ok(())
@@ -383,13 +395,13 @@ fn invalid<T>(call: Call) -> DriverResult<T> {
 
 impl Driver for SimDriver {
     fn properties(&self) -> Properties {
-        let SimConfig { device, capacity, granularity } = self.config;
-        Properties { device, total: capacity, granularity }
+        let SimConfig { device, total, granularity, .. } = self.config;
+        Properties { device, total, granularity }
     }
 
     fn memory_info(&self) -> DriverResult<MemoryInfo> {
         let state = self.enter(Call::MemoryInfo, 0)?;
-        Ok(MemoryInfo { free: self.free_bytes(&state), total: self.config.capacity })
+        Ok(MemoryInfo { free: self.free_bytes(&state), total: self.config.total })
     }
 
     fn alloc(&self, bytes: u64) -> DriverResult<u64> {

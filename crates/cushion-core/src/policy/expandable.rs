@@ -36,9 +36,10 @@ impl Rules for Expandable {
             return Source::Extend(block);
         }
         let page_size = if request.small { SMALL_SEGMENT } else { view.options.large_segment_size };
+        let page_size = page_size.next_multiple_of(view.device.granularity);
         // Room for more than the device, so that pages unmapped low down can be used again at the
         // end.
-        let room = view.device_total.saturating_add(view.device_total / 8);
+        let room = view.device.total.saturating_add(view.device.total / 8);
         let bytes = round_up(room.max(request.size), page_size).unwrap_or(u64::MAX / 2);
         Source::Reserve { bytes, page_size }
     }
