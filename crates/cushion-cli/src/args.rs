@@ -9,7 +9,7 @@ use crate::bytes::parse_bytes;
 
 /// A caching allocator for GPU memory that keeps programs alive when memory runs out.
 #[derive(Debug, Parser)]
-#[command(name = "cushion", version, about, arg_required_else_help = true)]
+#[command(name = "cushion", version, arg_required_else_help = true)]
 pub(crate) struct Cli {
     #[command(subcommand)]
     pub(crate) command: Command,

@@ -10,6 +10,7 @@ mod bytes;
 mod replay;
 
 use std::ffi::OsString;
+use std::fmt;
 use std::io::{self, Write};
 use std::process::ExitCode;
 
@@ -37,30 +38,49 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> ExitCode {
             return ExitCode::from(code as u8);
         }
     };
-    let (mut out, mut talk) = (io::stdout().lock(), io::stderr().lock());
+    let mut streams = Streams { out: io::stdout().lock(), talk: io::stderr().lock(), failed: None };
     let done = match cli.command {
-        Command::Replay(args) => replay::run(&args, &mut out, &mut talk),
-        Command::Options => write!(out, "{}", cushion_core::options::markdown())
-            .map(|()| Verdict::Fits)
-            .map_err(Into::into),
+        Command::Replay(args) => replay::run(&args, &mut streams),
+        Command::Options => {
+            streams.data(format_args!("{}", cushion_core::options::markdown().trim_end()));
+            Ok(Verdict::Fits)
+        }
     };
-    let flushed = out.flush();
-    match (done, flushed) {
-        (Ok(verdict), Ok(())) => ExitCode::from(verdict as u8),
-        // The reader of our output went away, as `head` does: nothing is wrong.
-        (_, Err(error)) if error.kind() == io::ErrorKind::BrokenPipe => ExitCode::SUCCESS,
-        (Err(error), _) if is_broken_pipe(&error) => ExitCode::SUCCESS,
-        (Err(error), _) => {
-            let _ = writeln!(talk, "cushion: {error:#}");
-            ExitCode::from(Verdict::BadInput as u8)
+    let flushed = streams.out.flush();
+    let mut verdict = done.unwrap_or_else(|error| {
+        streams.talk(format_args!("{error:#}"));
+        Verdict::BadInput
+    });
+    match streams.failed.take().or(flushed.err()) {
+        // The reader of our output went away, as `head` does: the verdict stands.
+        Some(error) if error.kind() == io::ErrorKind::BrokenPipe => {}
+        Some(error) => {
+            streams.talk(format_args!("standard output: {error}"));
+            verdict = verdict.max(Verdict::BadInput);
         }
-        (_, Err(error)) => {
-            let _ = writeln!(talk, "cushion: {error}");
-            ExitCode::from(Verdict::BadInput as u8)
-        }
+        None => {}
     }
+    ExitCode::from(verdict as u8)
 }
 
-fn is_broken_pipe(error: &anyhow::Error) -> bool {
-    error.downcast_ref::<io::Error>().is_some_and(|error| error.kind() == io::ErrorKind::BrokenPipe)
+/// Where a command writes.
+struct Streams<O, T> {
+    out: O,
+    talk: T,
+    /// The first failure to write data; nothing is written after it.
+    failed: Option<io::Error>,
+}
+
+impl<O: Write, T: Write> Streams<O, T> {
+    /// A line of data.
+    fn data(&mut self, line: fmt::Arguments<'_>) {
+        if self.failed.is_none() {
+            self.failed = writeln!(self.out, "{line}").err();
+        }
+    }
+
+    /// A line for people. If nobody listens, the exit code still tells.
+    fn talk(&mut self, line: fmt::Arguments<'_>) {
+        let _ = writeln!(self.talk, "cushion: {line}");
+    }
 }

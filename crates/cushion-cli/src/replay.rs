@@ -12,14 +12,13 @@ use cushion_trace::{
 };
 use serde::Serialize;
 
-use crate::Verdict;
 use crate::args::{PolicyArg, ReplayArgs};
+use crate::{Streams, Verdict};
 
 /// Runs the command.
-pub(crate) fn run(
+pub(crate) fn run<O: Write, T: Write>(
     args: &ReplayArgs,
-    out: &mut impl Write,
-    talk: &mut impl Write,
+    streams: &mut Streams<O, T>,
 ) -> anyhow::Result<Verdict> {
     let ladder = Ladder::from(args.ladder);
     if args.verify && ladder != Ladder::Torch {
@@ -28,39 +27,31 @@ pub(crate) fn run(
     if let Some(conf) = &args.conf
         && !conf.not_ours.is_empty()
     {
-        writeln!(
-            talk,
-            "cushion: not options of the device allocator: {}",
-            conf.not_ours.join(", ")
-        )?;
+        let keys = conf.not_ours.join(", ");
+        streams.talk(format_args!("not options of the device allocator: {keys}"));
     }
     let mut verdict = Verdict::Fits;
     let mut table = Table::default();
     for path in &args.traces {
-        let found = match one_trace(path, args, ladder, &mut table, out, talk) {
-            Ok(found) => found,
-            // One bad file does not keep the others from being read.
-            Err(error) if error.downcast_ref::<std::io::Error>().is_none() => {
-                writeln!(talk, "cushion: {}: {error:#}", path.display())?;
-                Verdict::BadInput
-            }
-            Err(error) => return Err(error),
-        };
+        // One bad file does not keep the others from being read.
+        let found = one_trace(path, args, ladder, &mut table, streams).unwrap_or_else(|error| {
+            streams.talk(format_args!("{}: {error:#}", path.display()));
+            Verdict::BadInput
+        });
         verdict = verdict.max(found);
     }
-    if !args.json {
-        table.print(out)?;
+    for line in table.lines() {
+        streams.data(format_args!("{line}"));
     }
     Ok(verdict)
 }
 
-fn one_trace(
+fn one_trace<O: Write, T: Write>(
     path: &Path,
     args: &ReplayArgs,
     ladder: Ladder,
     table: &mut Table,
-    out: &mut impl Write,
-    talk: &mut impl Write,
+    streams: &mut Streams<O, T>,
 ) -> anyhow::Result<Verdict> {
     let name = path.display().to_string();
     let snapshot = open(path, &Limits::default())?;
@@ -71,7 +62,7 @@ fn one_trace(
         bail!("no allocations were recorded on device {device}");
     }
     for note in &program.notes {
-        writeln!(talk, "cushion: {name}: {note}")?;
+        streams.talk(format_args!("{name}: {note}"));
     }
     let mut verdict = Verdict::Fits;
     for &policy in args.policy.policies() {
@@ -86,22 +77,25 @@ fn one_trace(
             verdict = verdict.max(Verdict::OutOfMemory);
         }
         if args.verify {
+            let (differs, lines) = verify(policy, &program, &outcome);
             // Nobody asked for the other policies when all are shown.
-            let asked = args.policy != PolicyArg::All;
-            let differs = verify(&name, policy, &program, &outcome, asked, talk)?;
+            if outcome.same_address.is_some() || args.policy != PolicyArg::All {
+                for line in lines {
+                    streams.talk(format_args!("{name}: {policy}: {line}"));
+                }
+            }
             verdict = verdict.max(if differs { Verdict::Differs } else { Verdict::Fits });
         }
         if outcome.refusals_passed_over > 0 {
-            writeln!(
-                talk,
-                "cushion: {name}: {} requests that PyTorch refused are passed over; \
-                 --capacity tries them",
+            streams.talk(format_args!(
+                "{name}: {policy}: {} requests that PyTorch refused are passed over; --capacity \
+                 tries them",
                 outcome.refusals_passed_over
-            )?;
+            ));
         }
         let row = Row { trace: &name, policy, ladder, outcome: &outcome };
         if args.json {
-            writeln!(out, "{}", serde_json::to_string(&row.json())?)?;
+            streams.data(format_args!("{}", serde_json::to_string(&row.json())?));
         } else {
             table.add(&row);
         }
@@ -122,45 +116,33 @@ fn choose_device(snapshot: &Snapshot, asked: Option<usize>) -> anyhow::Result<us
     }
 }
 
-/// Says how far a run did as PyTorch did; true if it did not.
-fn verify(
-    name: &str,
-    policy: Policy,
-    program: &Program,
-    outcome: &Outcome,
-    asked: bool,
-    talk: &mut impl Write,
-) -> anyhow::Result<bool> {
+/// How far a run did as PyTorch did: whether it went another way, and that in words.
+fn verify(policy: Policy, program: &Program, outcome: &Outcome) -> (bool, Vec<String>) {
     let Some(same) = outcome.same_address else {
-        if asked {
-            writeln!(
-                talk,
-                "cushion: {name}: {policy}: not verified, the trace was recorded with {}",
-                program.policy
-            )?;
-        }
-        return Ok(false);
+        let recorded = program.policy;
+        let line = format!("not verified, the trace was recorded with {recorded}, not {policy}");
+        return (false, vec![line]);
     };
-    writeln!(
-        talk,
-        "cushion: {name}: {policy}: {same} of {} allocations at PyTorch's address",
-        program.allocs
-    )?;
-    let Some(difference) = outcome.difference else { return Ok(false) };
-    let Difference { event, requested, pytorch, ours, .. } = difference;
-    let place = |address: Option<u64>| match address {
-        Some(address) => format!("served it at {address:#x}"),
-        None => "refused it".to_owned(),
-    };
-    writeln!(
-        talk,
-        "cushion: {name}: {policy}: the first difference is at event {event}, a request of \
-         {requested} bytes: PyTorch {}, the replay {}. From there on addresses are the simulator's \
-         own; is the capacity or conf another than PyTorch had?",
-        place(pytorch),
-        place(ours)
-    )?;
-    Ok(true)
+    let mut lines = vec![format!("{same} of {} allocations at PyTorch's address", program.allocs)];
+    if let Some(Difference { event, requested, pytorch, ours, .. }) = outcome.difference {
+        let place = |address: Option<u64>| match address {
+            Some(address) => format!("served it at {address:#x}"),
+            None => "refused it".to_owned(),
+        };
+        lines.push(format!(
+            "the first difference is at event {event}, a request of {requested} bytes: PyTorch {}, \
+             the replay {}; from there on addresses are the simulator's own",
+            place(pytorch),
+            place(ours)
+        ));
+        let why = if program.begins_in_the_middle {
+            "the trace begins in the middle of a run; what was held before it is not rebuilt"
+        } else {
+            "were the capacity or the options other than PyTorch's?"
+        };
+        lines.push(why.to_owned());
+    }
+    (outcome.difference.is_some(), lines)
 }
 
 struct Row<'a> {
@@ -305,29 +287,26 @@ impl Table {
         ]);
     }
 
-    fn print(&self, out: &mut impl Write) -> std::io::Result<()> {
+    fn lines(&self) -> Vec<String> {
         if self.rows.is_empty() {
-            return Ok(());
+            return Vec::new();
         }
         let head: Vec<String> = Self::HEAD.iter().map(|&cell| cell.to_owned()).collect();
-        let lines: Vec<&Vec<String>> = std::iter::once(&head).chain(&self.rows).collect();
+        let rows: Vec<&Vec<String>> = std::iter::once(&head).chain(&self.rows).collect();
         let widths: Vec<usize> = (0..Self::HEAD.len())
-            .map(|column| lines.iter().map(|line| line[column].chars().count()).max().unwrap_or(0))
+            .map(|column| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0))
             .collect();
-        for line in lines {
-            let mut text = String::new();
-            for ((cell, &width), left) in line.iter().zip(&widths).zip(Self::LEFT) {
-                if left {
-                    text.push_str(&format!("{cell:<width$}  "));
-                } else {
-                    text.push_str(&format!("{cell:>width$}  "));
-                }
-            }
-            writeln!(out, "{}", text.trim_end())?;
-        }
-        for detail in &self.details {
-            writeln!(out, "{detail}")?;
-        }
-        Ok(())
+        let mut lines: Vec<String> = rows
+            .iter()
+            .map(|row| {
+                let cells =
+                    row.iter().zip(&widths).zip(Self::LEFT).map(|((cell, &width), left)| {
+                        if left { format!("{cell:<width$}") } else { format!("{cell:>width$}") }
+                    });
+                cells.collect::<Vec<_>>().join("  ").trim_end().to_owned()
+            })
+            .collect();
+        lines.extend(self.details.iter().cloned());
+        lines
     }
 }

@@ -89,7 +89,8 @@ stream_offload.pickle.gz  expandable    3577   9.85 GiB      10.00 GiB  1.0154  
         let output = cushion(&[&args[..], &["--policy", "expandable"]].concat());
         assert_eq!(output.status.code(), Some(0));
         assert!(
-            text(&output.stderr).contains("not verified, the trace was recorded with segments")
+            text(&output.stderr)
+                .contains("not verified, the trace was recorded with segments, not expandable")
         );
     }
 
@@ -158,6 +159,26 @@ stream_offload.pickle.gz  expandable    3577   9.85 GiB      10.00 GiB  1.0154  
         assert_eq!(json(&output).len(), 2);
         let talk = text(&output.stderr);
         assert!(talk.contains(&bad) && talk.contains("at byte 0"), "{talk}");
+    }
+
+    /// Nobody reading is no reason to call a failure a success.
+    #[test]
+    fn a_closed_pipe_does_not_change_the_exit_code() {
+        use std::process::Stdio;
+        let capped = trace("llama_varlen.capped24");
+        for (args, code) in [
+            (&["replay", "/no/such/file"][..], 2),
+            (&["replay", &capped, "--capacity", "24GiB", "--policy", "segments"], 1),
+        ] {
+            let mut child = Command::new(env!("CARGO_BIN_EXE_cushion"))
+                .args(args)
+                .stdout(Stdio::piped())
+                .stderr(Stdio::piped())
+                .spawn()
+                .unwrap();
+            drop((child.stdout.take(), child.stderr.take()));
+            assert_eq!(child.wait().unwrap().code(), Some(code), "{args:?}");
+        }
     }
 
     #[test]
