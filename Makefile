@@ -1,6 +1,7 @@
 # Every check that runs in CI is a target here.
 CARGO ?= cargo
 TRACES ?=
+CUSHION = $(or $(CARGO_TARGET_DIR),target)/release/cushion
 
 .PHONY: help test demo bench docs verify clean
 
@@ -15,7 +16,7 @@ test: ## format, lints, documentation, every test that needs no GPU
 
 demo: ## replay recorded runs on a simulated 24 GiB card: one policy dies, the other lives
 	@$(CARGO) build --release --locked --quiet --bin cushion
-	@sh scripts/demo.sh target/release/cushion
+	@sh scripts/demo.sh $(CUSHION)
 
 bench: ## speed of the engine and of replay (TRACES=FOLDER for other traces)
 	@$(CARGO) bench --locked --quiet -p cushion-core --bench engine
@@ -23,7 +24,7 @@ bench: ## speed of the engine and of replay (TRACES=FOLDER for other traces)
 
 verify: ## compare the engine with PyTorch's recorded addresses, on all traces shipped
 	@$(CARGO) build --release --locked --quiet --bin cushion
-	@sh scripts/verify.sh target/release/cushion
+	@sh scripts/verify.sh $(CUSHION)
 
 docs: ## write the generated pages again
 	$(CARGO) run --release --locked --quiet --bin cushion -- options > docs/options.md

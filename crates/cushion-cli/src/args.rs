@@ -18,16 +18,16 @@ pub(crate) struct Cli {
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
     /// Replay recorded traces on a simulated GPU: what they need, and whether they fit.
+    ///
+    /// A trace is what `torch.cuda.memory._dump_snapshot()` writes, plain or gzip. The exit code is 0
+    /// if everything fits, 1 if memory ran out, 2 for bad input, 3 if --verify found a difference; the
+    /// highest over all traces.
     Replay(Box<ReplayArgs>),
     /// Print the reference of all options, as in docs/options.md.
     Options,
 }
 
-/// Replay recorded traces on a simulated GPU: what they need, and whether they fit.
-///
-/// A trace is what `torch.cuda.memory._dump_snapshot()` writes, plain or gzip. The exit code is 0 if
-/// everything fits, 1 if memory ran out, 2 for bad input, 3 if --verify found a difference; the
-/// highest over all traces.
+/// The arguments of `cushion replay`.
 #[derive(Debug, Args)]
 pub(crate) struct ReplayArgs {
     /// Snapshot files (pickle, plain or gzip).

@@ -53,6 +53,9 @@ pub fn read(mut input: impl Read, limits: &Limits) -> Result<Snapshot, TraceErro
         .take(GZIP_MAGIC.len() as u64)
         .read_to_end(&mut start)
         .map_err(|source| TraceError::Io { source })?;
+    if start.is_empty() {
+        return Err(TraceError::Snapshot { what: "the file is empty".to_owned() });
+    }
     let zipped = start == GZIP_MAGIC;
     let mut plain = Cursor::new(start).chain(input);
     if zipped {
@@ -386,6 +389,6 @@ mod tests {
             assert!(load(bytes).is_err(), "{bytes:?}");
         }
         let empty = load(b"").expect_err("an empty file");
-        assert!(empty.to_string().contains("byte 0"), "{empty}");
+        assert!(empty.to_string().contains("the file is empty"), "{empty}");
     }
 }

@@ -15,9 +15,12 @@ use super::{
 };
 use crate::size::{MIB, round_up};
 
-/// The simulator's own addresses start here: above every address a real driver hands out, so that
-/// they never meet recorded ones.
+/// The simulator's own addresses start here, above every address a real driver hands out, so that
+/// they never meet recorded ones,
 const OWN_ADDRESSES: u64 = 1 << 48;
+
+/// and end here: even this device runs out of them.
+const LAST_ADDRESS: u64 = 1 << 62;
 
 /// CUDA's `CUDA_ERROR_INVALID_VALUE`.
 const INVALID_VALUE: Fault = Fault::Failed(1);
@@ -316,7 +319,7 @@ impl State {
     }
 
     /// Where the next range of `bytes` goes: the scripted place if it is clear, else a fresh one.
-    fn place(&mut self, call: Call, bytes: u64) -> u64 {
+    fn place(&mut self, call: Call, bytes: u64) -> DriverResult<u64> {
         let matches = |&(kind, size, _): &(Call, u64, u64)| {
             kind == call && (call == Call::Reserve || size == bytes)
         };
@@ -329,13 +332,15 @@ impl State {
                 && end <= OWN_ADDRESSES
                 && self.is_clear(address..end)
             {
-                return address;
+                return Ok(address);
             }
         }
         let address = self.next_address.max(OWN_ADDRESSES);
-        let span = round_up(bytes, 2 * MIB).unwrap_or(u64::MAX);
-        self.next_address = address.saturating_add(span);
-        address
+        let end = round_up(bytes, 2 * MIB).and_then(|span| address.checked_add(span));
+        self.next_address = end
+            .filter(|&end| end <= LAST_ADDRESS)
+            .ok_or(DriverError { call, fault: Fault::OutOfMemory })?;
+        Ok(address)
     }
 
     fn is_clear(&self, range: Range<u64>) -> bool {
@@ -413,7 +418,7 @@ impl Driver for SimDriver {
         if bytes > self.free_bytes(&state) {
             return Err(DriverError { call, fault: Fault::OutOfMemory });
         }
-        let address = state.place(call, bytes);
+        let address = state.place(call, bytes)?;
         state.plain.insert(address, bytes);
         state.held += bytes;
         Ok(address)
@@ -436,7 +441,7 @@ impl Driver for SimDriver {
         if bytes == 0 || !bytes.is_multiple_of(self.config.granularity) {
             return invalid(Call::Reserve);
         }
-        let address = state.place(Call::Reserve, bytes);
+        let address = state.place(Call::Reserve, bytes)?;
         state.ranges.insert(address, bytes);
         Ok(address)
     }

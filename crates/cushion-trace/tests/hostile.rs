@@ -1,0 +1,128 @@
+//! Traces that no allocator could have made: replay must answer, not panic.
+
+#[cfg(test)]
+mod tests {
+    use cushion_core::{Ladder, Policy};
+    use cushion_trace::{
+        Action, Event, Program, ReplayConfig, Segment, Settings, Snapshot, Stacks, replay,
+    };
+    use proptest::prelude::*;
+
+    /// Few addresses, so that events meet: some real, some at the edges of what there is.
+    fn addresses() -> impl Strategy<Value = u64> {
+        prop_oneof![
+            8 => (0_u64..40).prop_map(|n| 0x7f00_0000_0000 + n * (1 << 20)),
+            2 => (0_u64..8).prop_map(|n| 0x3_0200_0000 + n * (20 << 20)),
+            1 => prop::sample::select(vec![
+                0, 1, 511, 512, 1 << 47, 1 << 48, (1 << 48) + (2 << 20), 1 << 63,
+                u64::MAX - 511, u64::MAX,
+            ]),
+        ]
+    }
+
+    fn sizes() -> impl Strategy<Value = u64> {
+        prop_oneof![
+            4 => 1_u64..(4 << 20),
+            2 => (0_u64..8).prop_map(|n| n * (2 << 20)),
+            2 => (0_u64..4).prop_map(|n| n * (20 << 20)),
+            1 => prop::sample::select(vec![0, 1 << 40, 1 << 62, u64::MAX - 511, u64::MAX]),
+        ]
+    }
+
+    fn streams() -> impl Strategy<Value = u64> {
+        prop_oneof![6 => 0_u64..3, 1 => prop::sample::select(vec![1 << 63, u64::MAX])]
+    }
+
+    fn events() -> impl Strategy<Value = Event> {
+        let actions = prop::sample::select(vec![
+            Action::Alloc,
+            Action::Alloc,
+            Action::Alloc,
+            Action::FreeRequested,
+            Action::FreeRequested,
+            Action::FreeCompleted,
+            Action::FreeCompleted,
+            Action::SegmentAlloc,
+            Action::SegmentFree,
+            Action::SegmentMap,
+            Action::SegmentUnmap,
+            Action::Oom,
+            Action::Snapshot,
+            Action::Annotate,
+            Action::Other,
+        ]);
+        let pools = prop::option::of((0_u64..2, 0_u64..3));
+        (actions, addresses(), sizes(), streams(), pools).prop_map(
+            |(action, addr, size, stream, pool)| Event {
+                action,
+                addr,
+                size,
+                stream,
+                time_us: 0,
+                pool,
+                stack: None,
+            },
+        )
+    }
+
+    fn segments() -> impl Strategy<Value = Segment> {
+        (addresses(), sizes(), streams(), (0_u64..2, 0_u64..2), any::<bool>()).prop_map(
+            |(address, total_size, stream, pool, expandable)| Segment {
+                device: 0,
+                address,
+                total_size,
+                stream,
+                large: total_size > 2 << 20,
+                pool,
+                expandable,
+                blocks: Vec::new(),
+            },
+        )
+    }
+
+    fn settings() -> impl Strategy<Value = Settings> {
+        let confs = prop::sample::select(vec![
+            "",
+            "expandable_segments:True",
+            "large_segment_size_mb:21,expandable_segments:True",
+            "max_split_size_mb:40,garbage_collection_threshold:0.5",
+            "per_process_memory_fraction:0.1",
+            "no such option",
+        ]);
+        confs.prop_map(|conf| Settings { conf: Some(conf.to_owned()), ..Settings::default() })
+    }
+
+    /// `PROPTEST_CASES` asks for more.
+    fn config() -> ProptestConfig {
+        let default = ProptestConfig::default();
+        ProptestConfig { cases: default.cases.max(1000), ..default }
+    }
+
+    proptest! {
+        #![proptest_config(config())]
+
+        #[test]
+        fn any_events_can_be_replayed(
+            events in prop::collection::vec(events(), 1..120),
+            named in any::<bool>(),
+            segments in prop::collection::vec(segments(), 0..4),
+            settings in settings(),
+            capacity in prop::option::of(1_u64..(1 << 30)),
+        ) {
+            let events: Vec<Event> = events
+                .into_iter()
+                .map(|event| Event { pool: event.pool.filter(|_| named), ..event })
+                .collect();
+            let snapshot =
+                Snapshot { segments, devices: vec![events], settings, stacks: Stacks::default() };
+            let program = Program::of(&snapshot, 0);
+            for policy in Policy::ALL {
+                for ladder in [Ladder::Torch, Ladder::Graceful] {
+                    let config = ReplayConfig { policy, ladder, capacity, options: None };
+                    let outcome = replay(&program, &config);
+                    prop_assert!(outcome.is_ok(), "{:?}", outcome);
+                }
+            }
+        }
+    }
+}
