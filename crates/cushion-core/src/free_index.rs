@@ -1,24 +1,29 @@
 //! The free blocks of one lane, in order of size and address: a pure data structure, no policy.
 //!
-//! A sorted sequence cut into chunks. A look-up is two binary searches over memory that lies
-//! together, an insertion moves half a chunk at most, and chunks are split, joined and recycled with
-//! enough slack that a program in its stride takes nothing from the heap. (The standard library's
-//! B-tree took a node for one allocation in ten.)
+//! A sorted sequence cut into chunks, with the bounds between them kept apart. A look-up is two
+//! binary searches over memory that lies together, an insertion moves half a chunk at most, and chunks
+//! are split, joined and recycled with enough slack that a program in its stride takes nothing from the
+//! heap. (The standard library's B-tree took a node for one allocation in ten.)
 
 use crate::block::BlockId;
 
 /// A chunk is split when it is full,
-const FULL: usize = 64;
+const FULL: usize = 32;
 /// and joined with its neighbour when it has fallen below this
-const SPARSE: usize = 12;
+const SPARSE: usize = 6;
 /// and the two together stay below this.
-const JOINED: usize = 40;
+const JOINED: usize = 20;
 
 /// How many emptied chunks are kept.
 const SPARES: usize = 8;
 
-/// Where a block stands in the order.
-type Key = (u64, u64);
+/// Where a block stands in the order: size, then address, in one number, which compares without a
+/// branch.
+type Key = u128;
+
+fn key(size: u64, address: u64) -> Key {
+    u128::from(size) << 64 | u128::from(address)
+}
 
 #[derive(Debug, Clone, Copy)]
 struct Entry {
@@ -29,14 +34,17 @@ struct Entry {
 
 impl Entry {
     fn key(&self) -> Key {
-        (self.size, self.address)
+        key(self.size, self.address)
     }
 }
 
 /// Free blocks by size, then address.
 #[derive(Debug, Default)]
 pub(crate) struct FreeIndex {
-    /// None of them empty; every entry of one is before every entry of the next.
+    /// No key of a chunk is above its bound, and every key of the next is. The last is [`Key`]'s
+    /// largest.
+    bounds: Vec<Key>,
+    /// As many as bounds. One may be empty.
     chunks: Vec<Vec<Entry>>,
     /// Emptied chunks, for the next split.
     spare: Vec<Vec<Entry>>,
@@ -46,12 +54,12 @@ impl FreeIndex {
     /// Adds a block; false if one with the same size and address is there.
     pub(crate) fn insert(&mut self, size: u64, address: u64, id: BlockId) -> bool {
         let entry = Entry { size, address, id };
-        // Beyond the last chunk's end, an entry joins the last chunk.
-        let chunk = self.chunk_of(entry.key()).min(self.chunks.len().saturating_sub(1));
+        let chunk = self.chunk_of(entry.key());
         let Some(entries) = self.chunks.get_mut(chunk) else {
-            let mut first = self.spare.pop().unwrap_or_else(|| Vec::with_capacity(FULL));
-            first.push(entry);
-            self.chunks.push(first);
+            // The first ever.
+            self.bounds.push(Key::MAX);
+            self.chunks.push(Vec::with_capacity(FULL));
+            self.chunks[0].push(entry);
             return true;
         };
         let Err(place) = entries.binary_search_by_key(&entry.key(), Entry::key) else {
@@ -59,48 +67,60 @@ impl FreeIndex {
         };
         entries.insert(place, entry);
         if entries.len() == FULL {
-            let mut upper = self.spare.pop().unwrap_or_else(|| Vec::with_capacity(FULL));
-            upper.extend(entries.drain(FULL / 2..));
-            self.chunks.insert(chunk + 1, upper);
+            self.split(chunk);
         }
         true
     }
 
     /// Takes a block out; false if it is not there.
     pub(crate) fn remove(&mut self, size: u64, address: u64) -> bool {
-        let chunk = self.chunk_of((size, address));
+        let key = key(size, address);
+        let chunk = self.chunk_of(key);
         let Some(entries) = self.chunks.get_mut(chunk) else { return false };
-        let Ok(place) = entries.binary_search_by_key(&(size, address), Entry::key) else {
+        let Ok(place) = entries.binary_search_by_key(&key, Entry::key) else {
             return false;
         };
         entries.remove(place);
-        if entries.len() < SPARSE {
+        if entries.len() < SPARSE && self.chunks.len() > 1 {
             self.thin(chunk);
         }
         true
     }
 
-    /// A chunk has become sparse: joins it with a neighbour, or drops it if it is empty.
+    #[cold]
+    fn split(&mut self, chunk: usize) {
+        let mut upper = self.spare.pop().unwrap_or_else(|| Vec::with_capacity(FULL));
+        let lower = &mut self.chunks[chunk];
+        upper.extend(lower.drain(FULL / 2..));
+        let bound = lower.last().map_or(0, Entry::key);
+        self.bounds.insert(chunk, bound);
+        self.chunks.insert(chunk + 1, upper);
+    }
+
+    /// A chunk has become sparse: joins it with a neighbour, if there is room.
     #[cold]
     fn thin(&mut self, chunk: usize) {
         let len = self.chunks[chunk].len();
         let fits =
             |other: usize| self.chunks.get(other).is_some_and(|other| len + other.len() < JOINED);
-        let emptied = if fits(chunk + 1) {
-            let mut next = self.chunks.remove(chunk + 1);
-            self.chunks[chunk].append(&mut next);
-            next
-        } else if chunk > 0 && fits(chunk - 1) {
-            let mut this = self.chunks.remove(chunk);
-            self.chunks[chunk - 1].append(&mut this);
-            this
+        let lower = if fits(chunk + 1) {
+            chunk
+        } else if chunk > 0 && (fits(chunk - 1) || len == 0) {
+            chunk - 1
         } else if len == 0 {
-            self.chunks.remove(chunk)
+            chunk
         } else {
             return;
         };
+        let mut upper = self.chunks.remove(lower + 1);
+        if self.chunks[lower].is_empty() {
+            std::mem::swap(&mut self.chunks[lower], &mut upper);
+        } else {
+            self.chunks[lower].append(&mut upper);
+        }
+        self.bounds.remove(lower);
         if self.spare.len() < SPARES {
-            self.spare.push(emptied);
+            self.spare.push(upper);
         }
     }
 
@@ -127,21 +147,22 @@ impl FreeIndex {
 
     /// The size of the largest block; 0 if there is none.
     pub(crate) fn largest(&self) -> u64 {
-        self.chunks.last().and_then(|entries| entries.last()).map_or(0, |entry| entry.size)
+        self.chunks.iter().rev().find_map(|entries| entries.last()).map_or(0, |entry| entry.size)
     }
 
     pub(crate) fn is_empty(&self) -> bool {
-        self.chunks.is_empty()
+        self.chunks.iter().all(Vec::is_empty)
     }
 
-    /// The first chunk that reaches up to `key`.
+    /// The chunk that has, or would have, `key`.
     fn chunk_of(&self, key: Key) -> usize {
-        self.chunks.partition_point(|entries| entries.last().is_some_and(|last| last.key() < key))
+        self.bounds.partition_point(|bound| *bound < key)
     }
 
-    /// Where the first block of at least `size` bytes is: its chunk, and its place in that.
+    /// Where the first block of at least `size` bytes is, if it is in this chunk: the chunk, and its
+    /// place in that.
     fn place_of(&self, size: u64) -> (usize, usize) {
-        let chunk = self.chunk_of((size, 0));
+        let chunk = self.chunk_of(key(size, 0));
         let place = self
             .chunks
             .get(chunk)
