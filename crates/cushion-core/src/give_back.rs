@@ -73,13 +73,16 @@ impl<D: Driver> Locked<'_, D> {
     }
 
     /// Gives back enough blocks that are too large to be split for the driver to serve the request;
-    /// false if there are not enough of them.
+    /// false if there are not enough of them. Never of a private pool: a graph may use them.
     pub(crate) fn give_back_oversize(
         &mut self,
         request: &Request,
         context: Context,
     ) -> DriverResult<bool> {
         let Some(max_split) = self.state.options.max_split_size else { return Ok(false) };
+        if self.state.pools[request.pool].id != PoolId::DEFAULT {
+            return Ok(false);
+        }
         let Some(lane) = self.state.pools[request.pool].lane(request.stream) else {
             return Ok(false);
         };

@@ -51,6 +51,8 @@ impl fmt::Display for Ladder {
 enum Rung {
     /// Give back blocks that have not been used for long, if that is asked for.
     CollectGarbage,
+    /// Go on to the driver.
+    Driver,
     /// Search the private pools that allow it.
     BorrowFromPools,
     /// The same, but for plain segments only: PyTorch passes over pages here.
@@ -74,29 +76,43 @@ enum Then {
     AskAgain,
 }
 
+/// When a rung may be tried. Waiting, and giving memory back, are illegal during a capture.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Legal {
+    Always,
+    /// Unless the request's own stream is being captured. PyTorch does not ask even that, and the
+    /// driver then fails it.
+    OutsideCapture,
+    /// Unless allocations go to a private pool: some stream may be being captured.
+    OutsidePools,
+}
+
 #[derive(Debug, Clone, Copy)]
 struct Step {
     rung: Rung,
+    legal: Legal,
     then: &'static [Then],
 }
 
-const fn step(rung: Rung, then: &'static [Then]) -> Step {
-    Step { rung, then }
+const fn step(rung: Rung, legal: Legal, then: &'static [Then]) -> Step {
+    Step { rung, legal, then }
 }
 
 const TORCH: &[Step] = &[
-    step(Rung::CollectGarbage, &[Then::Ask]),
-    step(Rung::BorrowPlain, &[]),
-    step(Rung::GiveBackOversize, &[Then::Ask]),
-    step(Rung::GiveBackCached, &[Then::AskAgain]),
+    step(Rung::CollectGarbage, Legal::OutsideCapture, &[]),
+    step(Rung::Driver, Legal::Always, &[Then::Ask]),
+    step(Rung::BorrowPlain, Legal::Always, &[]),
+    step(Rung::GiveBackOversize, Legal::OutsideCapture, &[Then::Ask]),
+    step(Rung::GiveBackCached, Legal::OutsidePools, &[Then::AskAgain]),
 ];
 
 const GRACEFUL: &[Step] = &[
-    step(Rung::CollectGarbage, &[Then::Ask]),
-    step(Rung::BorrowFromPools, &[]),
-    step(Rung::WaitForEvents, &[Then::Search]),
-    step(Rung::GiveBackOversize, &[Then::Ask]),
-    step(Rung::GiveBackCached, &[Then::Search, Then::AskAgain]),
+    step(Rung::CollectGarbage, Legal::OutsidePools, &[]),
+    step(Rung::Driver, Legal::Always, &[Then::Ask]),
+    step(Rung::BorrowFromPools, Legal::Always, &[]),
+    step(Rung::WaitForEvents, Legal::OutsidePools, &[Then::Search]),
+    step(Rung::GiveBackOversize, Legal::OutsidePools, &[Then::Ask]),
+    step(Rung::GiveBackCached, Legal::OutsidePools, &[Then::Search, Then::AskAgain]),
 ];
 
 /// How a rung ended.
@@ -105,7 +121,7 @@ enum Outcome {
     Served(Found),
     /// Something changed; what follows is worth trying.
     Changed,
-    /// Nothing changed, or the rung is illegal now.
+    /// Nothing changed.
     Nothing,
 }
 
@@ -119,6 +135,9 @@ impl<D: Driver> Locked<'_, D> {
         context: Context,
     ) -> Result<Found, AllocError> {
         for step in self.state.ladder.steps() {
+            if !self.is_legal(step.legal, request)? {
+                continue;
+            }
             match self.try_rung(step.rung, request, policy, context)? {
                 Outcome::Served(found) => return Ok(found),
                 Outcome::Nothing => continue,
@@ -150,24 +169,29 @@ impl<D: Driver> Locked<'_, D> {
     ) -> DriverResult<Outcome> {
         let changed = |changed| if changed { Outcome::Changed } else { Outcome::Nothing };
         let served = |found: Option<Found>| found.map_or(Outcome::Nothing, Outcome::Served);
-        // Waiting, and giving memory back, are illegal while a capture may be under way.
-        let capturing = self.is_recording();
         Ok(match rung {
             Rung::CollectGarbage => {
-                if !capturing {
-                    self.collect_garbage(context)?;
-                }
-                // The driver has not been asked yet, so it is worth asking in any case.
+                self.collect_garbage(context)?;
                 Outcome::Changed
             }
+            Rung::Driver => Outcome::Changed,
             Rung::BorrowFromPools => served(self.borrow_from_pools(request, policy)),
             Rung::BorrowPlain => served(self.borrow_from_pools(request, Policy::Segments)),
-            _ if capturing => Outcome::Nothing,
             Rung::WaitForEvents => changed(self.synchronize_events(None)?),
             Rung::GiveBackOversize => changed(self.give_back_oversize(request, context)?),
             Rung::GiveBackCached => {
                 self.give_back_cached(PoolId::DEFAULT, context)?;
                 Outcome::Changed
+            }
+        })
+    }
+
+    fn is_legal(&self, legal: Legal, request: &Request) -> DriverResult<bool> {
+        Ok(match legal {
+            Legal::Always => true,
+            Legal::OutsidePools => !self.is_recording(),
+            Legal::OutsideCapture => {
+                !self.is_recording() || self.driver.capture(request.stream)?.is_none()
             }
         })
     }

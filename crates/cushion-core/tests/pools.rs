@@ -174,7 +174,9 @@ mod tests {
             ("garbage_collection_threshold:0.2", 200, 0.5, 20, None),
             ("max_split_size_mb:20", 60, 1.0, 20, Some(50)),
         ] {
-            for ladder in [Ladder::Torch, Ladder::Graceful] {
+            // PyTorch's own ladder looks no further than the stream of the request.
+            let torch = second.is_none().then_some(Ladder::Torch);
+            for ladder in torch.into_iter().chain([Ladder::Graceful]) {
                 let gpu = gpu_with(device, conf, ladder);
                 gpu.set_memory_fraction(fraction).unwrap();
                 let cached = take(&gpu, 40 * MIB, S1);
@@ -188,6 +190,20 @@ mod tests {
                 }
                 assert_eq!(calls(&gpu, Call::Free), 0, "{conf}");
             }
+        }
+    }
+
+    /// In a pool of the user's own there is no capture, and PyTorch collects garbage as ever.
+    #[test]
+    fn garbage_is_collected_beside_a_pool_as_pytorch_does() {
+        for (ladder, freed) in [(Ladder::Torch, 1), (Ladder::Graceful, 0)] {
+            let gpu = gpu_with(200, "garbage_collection_threshold:0.2", ladder);
+            gpu.set_memory_fraction(0.5).unwrap();
+            let cached = take(&gpu, 40 * MIB, S0);
+            gpu.free(cached).unwrap();
+            gpu.begin_allocate_to_pool(POOL, every_stream()).unwrap();
+            take(&gpu, 20 * MIB, S0);
+            assert_eq!(calls(&gpu, Call::Free), freed, "{ladder}");
         }
     }
 
