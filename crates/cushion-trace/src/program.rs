@@ -101,7 +101,7 @@ impl Program {
             device_total: device_total(events),
         };
         let mut labels = Labels::recorded(events, &segments, &recording.start);
-        if !labels.is_complete() && recording.gives_back_everything_at_once() {
+        if !labels.is_complete() && recording.can_be_followed() {
             labels = pools::infer(events, &recording.start, labels, |labels| {
                 follow(&recording.program(labels), events)
             });
@@ -135,10 +135,12 @@ struct Recording<'a> {
 }
 
 impl Recording<'_> {
-    /// Whether all that PyTorch gave back was all there was, so that a trial without the limit it had
-    /// can follow it.
-    fn gives_back_everything_at_once(&self) -> bool {
-        self.options.max_split_size.is_none() && self.options.garbage_collection_threshold == 0.0
+    /// Whether a trial can follow PyTorch: from the beginning, and without knowing the limit it had,
+    /// because all that it gave back was all there was.
+    fn can_be_followed(&self) -> bool {
+        self.start.count() == 0
+            && self.options.max_split_size.is_none()
+            && self.options.garbage_collection_threshold == 0.0
     }
 
     fn program(&self, labels: &Labels) -> Program {
