@@ -9,6 +9,7 @@
 use std::hint::black_box;
 use std::time::Instant;
 
+use cushion_core::testing::churn::Churn;
 use cushion_core::{Engine, Policy, SimConfig, SimDriver, StreamId};
 
 const RUNS: usize = 9;
@@ -44,28 +45,10 @@ fn pair(policy: Policy, bytes: u64) -> f64 {
     })
 }
 
-/// Random sizes with a fixed number of blocks live: each pair frees one at random and allocates
-/// another.
 fn churn(policy: Policy, live: usize) -> f64 {
     let engine = engine(policy);
-    let mut state = 0x9e37_79b9_7f4a_7c15_u64;
-    let mut random = move || {
-        state ^= state << 13;
-        state ^= state >> 7;
-        state ^= state << 17;
-        state
-    };
-    let size = |random: u64| 512 + (random >> 40) % (1 << (9 + random % 13));
-    let mut blocks: Vec<u64> =
-        (0..live).map(|_| engine.alloc(size(random()), STREAM).expect("memory")).collect();
-    median(|| {
-        for _ in 0..PAIRS {
-            #[expect(clippy::cast_possible_truncation, reason = "an index")]
-            let index = random() as usize % live;
-            engine.free(blocks[index]).expect("a live address");
-            blocks[index] = engine.alloc(size(random()), STREAM).expect("memory");
-        }
-    })
+    let mut churn = Churn::new(&engine, live);
+    median(|| (0..PAIRS).for_each(|_| churn.pair()))
 }
 
 /// Pairs from several threads at once, on one stream.

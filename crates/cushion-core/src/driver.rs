@@ -29,11 +29,13 @@
 
 mod checked;
 mod prices;
+mod script;
 mod sim;
 
 pub use checked::CheckedDriver;
 pub use prices::{Priced, price};
-pub use sim::{CallCounts, FailWhen, SimConfig, SimDriver};
+pub use script::FailWhen;
+pub use sim::{CallCounts, SimConfig, SimDriver};
 
 use std::fmt;
 use std::sync::Arc;

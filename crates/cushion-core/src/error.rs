@@ -49,7 +49,7 @@ pub struct Shortage {
     pub largest_free: u64,
     /// Whether allocations went to a private pool, so that nothing could be given back: a graph
     /// capture may have been under way.
-    pub capturing: bool,
+    pub recording: bool,
 }
 
 impl std::fmt::Display for Shortage {
@@ -80,7 +80,7 @@ impl std::fmt::Display for Shortage {
         if self.private_free > 0 {
             write!(f, "; {} are free in private pools", display(self.private_free))?;
         }
-        if self.capturing {
+        if self.recording {
             write!(
                 f,
                 "; allocations go to a private pool, where a graph capture may be under way, so \

@@ -188,7 +188,7 @@ impl<D: Driver> Locked<'_, D> {
             self.counters.oversize_segments.decrease(1);
         }
         self.counters.num_device_free.add(1);
-        self.record_range(Action::SegmentFree, address, size, stream, pool, context);
+        self.record(Action::SegmentFree, address, size, (stream, pool), context);
         Ok(())
     }
 
@@ -215,7 +215,7 @@ impl<D: Driver> Locked<'_, D> {
             self.mark_unmapped(id, start, at);
             self.count_pages(self.state.pools[pool].small);
             self.counters.num_device_free.add(1);
-            self.record_range(Action::SegmentUnmap, start, at - start, stream, pool, context);
+            self.record(Action::SegmentUnmap, start, at - start, (stream, pool), context);
         }
         failed?;
         if !self.state.blocks[id].is_split() && !self.state.blocks[id].is_mapped() {

@@ -1,11 +1,10 @@
 //! Getting memory from the driver for a request that no free block serves.
 
 use crate::block::{Block, BlockId, BlockState};
-use crate::driver::{Driver, DriverResult, StreamId};
+use crate::driver::{Driver, DriverResult};
 use crate::history::{Action, Context};
 use crate::locked::{Locked, State};
 use crate::policy::{Policy, Request, Source};
-use crate::pool::PoolIndex;
 use crate::segment::{Backing, Segment};
 use crate::size::round_up;
 
@@ -27,7 +26,7 @@ impl<D: Driver> Locked<'_, D> {
             Source::Plain(bytes) => self.plain_segment(bytes, request, policy, context),
             Source::Extend(block) => self.extend(block, request.size, context),
             Source::Reserve { bytes, page_size } => {
-                let Some(address) = memory_or(self.driver.reserve(bytes))? else {
+                let Some(address) = unless_full(self.driver.reserve(bytes))? else {
                     return Ok(None);
                 };
                 let backing = Backing::Pages { page_size };
@@ -47,7 +46,7 @@ impl<D: Driver> Locked<'_, D> {
         policy: Policy,
         context: Context,
     ) -> DriverResult<Option<BlockId>> {
-        let Some(address) = memory_or(self.driver.alloc(bytes))? else { return Ok(None) };
+        let Some(address) = unless_full(self.driver.alloc(bytes))? else { return Ok(None) };
         let id = self.add_segment(address, bytes, request, Backing::Plain, policy, context);
         self.state.pools[request.pool].lane_or_new(request.stream, self.lanes);
         self.insert_free(id);
@@ -58,7 +57,8 @@ impl<D: Driver> Locked<'_, D> {
             self.counters.oversize_segments.increase(1);
         }
         self.counters.num_device_alloc.add(1);
-        self.record(Action::SegmentAlloc, address, bytes, request, context);
+        let place = (request.stream, request.pool);
+        self.record(Action::SegmentAlloc, address, bytes, place, context);
         Ok(Some(id))
     }
 
@@ -132,7 +132,7 @@ impl<D: Driver> Locked<'_, D> {
         let bytes = round_up(bytes, page_size).expect("the segment has room");
         let mapped = self.state.pages.map_fresh(self.driver, address, bytes, page_size, small);
         self.count_pages(small);
-        if memory_or(mapped)?.is_none() {
+        if unless_full(mapped)?.is_none() {
             return Ok(false);
         }
         let State { blocks, pools, .. } = &mut *self.state;
@@ -149,7 +149,7 @@ impl<D: Driver> Locked<'_, D> {
         }
         self.insert_free(id);
         self.counters.num_device_alloc.add(1);
-        self.record_range(Action::SegmentMap, address, bytes, stream, pool, context);
+        self.record(Action::SegmentMap, address, bytes, (stream, pool), context);
         Ok(true)
     }
 
@@ -164,24 +164,10 @@ impl<D: Driver> Locked<'_, D> {
         }
         *counted = held;
     }
-
-    pub(crate) fn record_range(
-        &mut self,
-        action: Action,
-        address: u64,
-        bytes: u64,
-        stream: StreamId,
-        pool: PoolIndex,
-        context: Context,
-    ) {
-        if self.state.history.is_on() {
-            self.push_entry(action, address, bytes, stream, pool, context);
-        }
-    }
 }
 
-/// Tells a shortage apart from a broken driver.
-fn memory_or<T>(result: DriverResult<T>) -> DriverResult<Option<T>> {
+/// Tells a shortage, `None`, apart from a broken driver.
+fn unless_full<T>(result: DriverResult<T>) -> DriverResult<Option<T>> {
     match result {
         Ok(value) => Ok(Some(value)),
         Err(error) if error.is_out_of_memory() => Ok(None),

@@ -213,7 +213,9 @@ impl<D: Driver> Locked<'_, D> {
     fn refuse(&mut self, request: &Request, context: Context) -> AllocError {
         let device_free = self.driver.memory_info().ok().map(|info| info.free);
         self.counters.num_ooms.add(1);
-        self.record(Action::OutOfMemory, device_free.unwrap_or(0), request.size, request, context);
+        let place = (request.stream, request.pool);
+        let free = device_free.unwrap_or(0);
+        self.record(Action::OutOfMemory, free, request.size, place, context);
         let shortage = self.shortage(request, device_free);
         let most = shortage.allowed.unwrap_or(u64::MAX).min(shortage.device_total);
         if shortage.wanted > most {
@@ -239,7 +241,7 @@ impl<D: Driver> Locked<'_, D> {
             pending: stats.active_bytes.all.current - stats.allocated_bytes.all.current,
             private_free: stats.lanes.iter().filter(private).map(|lane| lane.free_bytes).sum(),
             largest_free: stats.largest_free_block(),
-            capturing: self.is_recording(),
+            recording: self.is_recording(),
         })
     }
 }

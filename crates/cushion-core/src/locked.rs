@@ -323,12 +323,13 @@ impl<D: Driver> Locked<'_, D> {
     // ---- history ----
 
     pub(crate) fn record_block(&mut self, action: Action, id: BlockId, context: Context) {
-        if self.state.history.is_on() {
-            let block = &self.state.blocks[id];
-            let context = if context == Context::NONE { block.context } else { context };
-            let (address, requested) = (block.address, block.requested);
-            self.push_entry(action, address, requested, block.stream, block.pool, context);
+        if !self.state.history.is_on() {
+            return;
         }
+        let block = &self.state.blocks[id];
+        let context = if context == Context::NONE { block.context } else { context };
+        let place = (block.stream, block.pool);
+        self.record(action, block.address, block.requested, place, context);
     }
 
     pub(crate) fn record(
@@ -336,25 +337,13 @@ impl<D: Driver> Locked<'_, D> {
         action: Action,
         address: u64,
         size: u64,
-        request: &Request,
+        (stream, pool): (StreamId, PoolIndex),
         context: Context,
     ) {
         if self.state.history.is_on() {
-            self.push_entry(action, address, size, request.stream, request.pool, context);
+            let pool = self.state.pools[pool].id;
+            let time = self.clock.now();
+            self.state.history.push(Entry { action, address, size, stream, pool, time, context });
         }
-    }
-
-    pub(crate) fn push_entry(
-        &mut self,
-        action: Action,
-        address: u64,
-        size: u64,
-        stream: StreamId,
-        pool: PoolIndex,
-        context: Context,
-    ) {
-        let pool = self.state.pools[pool].id;
-        let time = self.clock.now();
-        self.state.history.push(Entry { action, address, size, stream, pool, time, context });
     }
 }

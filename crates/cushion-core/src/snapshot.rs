@@ -99,8 +99,8 @@ impl<D: Driver> Locked<'_, D> {
                 .filter(|block| block.use_ != BlockUse::Free)
                 .map(|block| block.size)
                 .sum();
-            let (stream, context) = (StreamId(0), Context::NONE);
-            self.push_entry(Action::Snapshot, 0, active, stream, PoolTable::LARGE, context);
+            let place = (StreamId(0), PoolTable::LARGE);
+            self.record(Action::Snapshot, 0, active, place, Context::NONE);
         }
         snapshot
     }

@@ -6,6 +6,7 @@
 //! live blocks share a byte, no memory is handed out while another stream may still be at work on it,
 //! and the figures agree with what was asked for. It panics at the first that does not hold.
 
+pub mod churn;
 pub mod contract;
 
 use std::collections::{BTreeMap, BTreeSet};

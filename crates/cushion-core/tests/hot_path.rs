@@ -5,7 +5,8 @@ mod tests {
     use std::alloc::{GlobalAlloc, Layout, System};
     use std::cell::Cell;
 
-    use cushion_core::{Engine, Policy, SimConfig, SimDriver, StreamId};
+    use cushion_core::testing::churn::Churn;
+    use cushion_core::{Engine, Policy, SimConfig, SimDriver};
 
     thread_local! {
         static TAKEN: Cell<u64> = const { Cell::new(0) };
@@ -32,40 +33,18 @@ mod tests {
     #[global_allocator]
     static ALLOCATOR: Counting = Counting;
 
-    const STREAM: StreamId = StreamId(0);
-
-    fn engine(policy: Policy) -> Engine<SimDriver> {
-        let engine = Engine::new(SimDriver::new(SimConfig::with_capacity(64 << 30)));
-        engine.set_policy(policy);
-        engine
-    }
-
-    /// Random sizes with a fixed number of blocks live. Once the program is in its stride nothing is
-    /// taken; a large working set may still find a new shape now and then.
+    /// Once the program is in its stride nothing is taken; a large working set may still find a new
+    /// shape now and then.
     #[test]
     fn a_program_in_its_stride_takes_nothing_from_the_heap() {
         for policy in Policy::ALL {
             for (live, allowed) in [(1, 0), (64, 0), (4096, 100)] {
-                let engine = engine(policy);
-                let mut state = 0x9e37_79b9_7f4a_7c15_u64;
-                let mut random = || {
-                    state ^= state << 13;
-                    state ^= state >> 7;
-                    state ^= state << 17;
-                    state
-                };
-                let size = |random: u64| 512 + (random >> 40) % (1 << (9 + random % 13));
-                let mut blocks: Vec<u64> =
-                    (0..live).map(|_| engine.alloc(size(random()), STREAM).unwrap()).collect();
-                let mut before = 0;
-                for pair in 0..200_000 {
-                    if pair == 100_000 {
-                        before = TAKEN.get();
-                    }
-                    let index = usize::try_from(random() % live).unwrap();
-                    engine.free(blocks[index]).unwrap();
-                    blocks[index] = engine.alloc(size(random()), STREAM).unwrap();
-                }
+                let engine = Engine::new(SimDriver::new(SimConfig::with_capacity(64 << 30)));
+                engine.set_policy(policy);
+                let mut churn = Churn::new(&engine, live);
+                (0..100_000).for_each(|_| churn.pair());
+                let before = TAKEN.get();
+                (0..100_000).for_each(|_| churn.pair());
                 let taken = TAKEN.get() - before;
                 assert!(taken <= allowed, "{policy}, {live} live: {taken} in 100,000 pairs");
             }

@@ -186,7 +186,7 @@ mod tests {
                 take(&gpu, first * MIB, S0);
                 if let Some(second) = second {
                     let shortage = full_now(gpu.alloc(second * MIB, S1));
-                    assert!(shortage.capturing);
+                    assert!(shortage.recording);
                 }
                 assert_eq!(calls(&gpu, Call::Free), 0, "{conf}");
             }

@@ -78,7 +78,7 @@ pub(crate) enum Step {
     /// Requests go to a private pool.
     BeginPool(PoolId),
     /// They no longer do.
-    EndPool(PoolId),
+    EndPool,
     /// Nobody uses the private pool any more.
     ReleasePool(PoolId),
 }
@@ -168,7 +168,7 @@ impl Recording<'_> {
         };
         builder.run();
         let Builder { mut steps, window, unknown_frees, overlaps, slots, .. } = builder;
-        steps.extend(window.map(Step::EndPool));
+        steps.extend(window.map(|_| Step::EndPool));
         spread_over_streams(&mut steps);
         let mut notes = Vec::new();
         if unknown_frees > 0 {
@@ -407,7 +407,7 @@ impl Builder<'_> {
                 })
                 .map_or(0, |last| last + 1);
             let change =
-                self.window.map(Step::EndPool).into_iter().chain(pool.map(Step::BeginPool));
+                self.window.map(|_| Step::EndPool).into_iter().chain(pool.map(Step::BeginPool));
             self.steps.splice(placed..placed, change.collect::<Vec<_>>());
             self.window = pool;
         }

@@ -340,9 +340,12 @@ impl<'a> Run<'a> {
                     self.passed_over += 1;
                     return Ok(());
                 }
-                // With room in the default pool, it was the private one that was full.
-                let private =
-                    private.filter(|_| self.follows && self.engine.would_hit(size, stream));
+                // With room in the default pool, it was a private one that was full: maybe one that
+                // never got any memory.
+                let unnamed = PoolId(u64::MAX, u64::MAX - u64::from(event));
+                let private = (self.follows && self.window.is_none())
+                    .then(|| private.unwrap_or(unnamed))
+                    .filter(|_| self.engine.would_hit(size, stream));
                 if let Some(pool) = private {
                     self.begin_pool(pool);
                 }
@@ -378,7 +381,7 @@ impl<'a> Run<'a> {
                 }
             }
             Step::BeginPool(pool) => self.begin_pool(pool),
-            Step::EndPool(_) => self.end_pool(),
+            Step::EndPool => self.end_pool(),
             Step::ReleasePool(pool) => {
                 for _ in 0..self.pool_uses.remove(&pool).unwrap_or(0) {
                     let _ = self.engine.release_pool(pool);

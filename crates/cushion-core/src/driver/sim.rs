@@ -5,10 +5,11 @@
 //! querying events during a capture), so that a bug in the engine shows as an error here and not
 //! only under [`CheckedDriver`](super::CheckedDriver).
 
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use super::script::{FailWhen, Script};
 use super::{
     Call, Capture, Driver, DriverError, DriverResult, EventId, Fault, MemoryInfo, NodeId,
     PageHandle, Properties, StreamId, price,
@@ -46,17 +47,6 @@ impl SimConfig {
     pub fn with_capacity(capacity: u64) -> Self {
         Self { device: 0, total: capacity, capacity, granularity: 2 * MIB }
     }
-}
-
-/// When a scripted failure strikes, counted from the moment it was scripted; the first call is 1.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum FailWhen {
-    /// The n-th call of one kind.
-    Nth(Call, u64),
-    /// The n-th call of any kind.
-    NthOfAny(u64),
-    /// Every call of one kind, until [`SimDriver::clear_failures`].
-    Every(Call),
 }
 
 /// How often each call was made, and what they cost together.
@@ -103,8 +93,7 @@ struct State {
     nodes: BTreeMap<NodeId, Vec<NodeId>>,
     handed_out: u64,
     next_address: u64,
-    placements: VecDeque<(Call, u64, u64)>,
-    failures: Vec<(FailWhen, Fault)>,
+    script: Script,
     counts: CallCounts,
 }
 
@@ -143,7 +132,7 @@ impl SimDriver {
     fn enter_unpriced(&self, call: Call) -> DriverResult<MutexGuard<'_, State>> {
         let mut state = self.state();
         state.counts.counts[call as usize] += 1;
-        match state.scripted_failure(call) {
+        match state.script.strike(call) {
             Some(fault) => Err(DriverError { call, fault }),
             None => Ok(state),
         }
@@ -257,29 +246,29 @@ impl SimDriver {
 
     /// Scripts a failure.
     pub fn fail(&self, when: FailWhen, fault: Fault) {
-        self.state().failures.push((when, fault));
+        self.state().script.fail(when, fault);
     }
 
     /// Forgets scripted failures that have not struck.
     pub fn clear_failures(&self) {
-        self.state().failures.clear();
+        self.state().script.clear_failures();
     }
 
     /// The next [`Call::Alloc`] of exactly `bytes` bytes is placed at `address`, if that range is
     /// clear and one a driver could give.
     pub fn place_alloc(&self, bytes: u64, address: u64) {
-        self.state().placements.push_back((Call::Alloc, bytes, address));
+        self.state().script.place_next(Call::Alloc, bytes, address);
     }
 
     /// The next [`Call::Reserve`] is placed at `address`, whatever its size, if that range is clear and
     /// one a driver could give.
     pub fn place_reserve(&self, address: u64) {
-        self.state().placements.push_back((Call::Reserve, 0, address));
+        self.state().script.place_next(Call::Reserve, 0, address);
     }
 
     /// Forgets placements that nobody asked for.
     pub fn clear_placements(&self) {
-        self.state().placements.clear();
+        self.state().script.clear_places();
     }
 
     /// How often each call was made and what they cost.
@@ -295,36 +284,9 @@ impl State {
         self.handed_out
     }
 
-    fn scripted_failure(&mut self, call: Call) -> Option<Fault> {
-        let mut struck = None;
-        self.failures.retain_mut(|(when, fault)| {
-            let left = match when {
-                FailWhen::Every(kind) => {
-                    if *kind == call {
-                        struck = Some(*fault);
-                    }
-                    return true;
-                }
-                FailWhen::Nth(kind, left) if *kind == call => left,
-                FailWhen::NthOfAny(left) => left,
-                FailWhen::Nth(..) => return true,
-            };
-            *left = left.saturating_sub(1);
-            if *left == 0 {
-                struck = Some(*fault);
-            }
-            *left > 0
-        });
-        struck
-    }
-
     /// Where the next range of `bytes` goes: the scripted place if it is clear, else a fresh one.
     fn place(&mut self, call: Call, bytes: u64) -> DriverResult<u64> {
-        let matches = |&(kind, size, _): &(Call, u64, u64)| {
-            kind == call && (call == Call::Reserve || size == bytes)
-        };
-        if let Some(index) = self.placements.iter().position(matches) {
-            let (_, _, address) = self.placements.remove(index).expect("a placement just found");
+        if let Some(address) = self.script.place(call, bytes) {
             let end = address.saturating_add(bytes);
             let unit = if call == Call::Alloc { 512 } else { 2 * MIB };
             if address > 0
