@@ -135,7 +135,7 @@ impl<D: Driver> Locked<'_, D> {
         context: Context,
     ) -> Result<Found, AllocError> {
         for step in self.state.ladder.steps() {
-            if !self.is_legal(step.legal, request)? {
+            if !self.is_asked_for(step.rung) || !self.is_legal(step.legal, request)? {
                 continue;
             }
             match self.try_rung(step.rung, request, policy, context)? {
@@ -184,6 +184,15 @@ impl<D: Driver> Locked<'_, D> {
                 Outcome::Changed
             }
         })
+    }
+
+    /// Whether the options ask for a rung; without a question to the driver.
+    fn is_asked_for(&self, rung: Rung) -> bool {
+        match rung {
+            Rung::CollectGarbage => self.is_collecting_garbage(),
+            Rung::GiveBackOversize => self.state.options.max_split_size.is_some(),
+            _ => true,
+        }
     }
 
     fn is_legal(&self, legal: Legal, request: &Request) -> DriverResult<bool> {

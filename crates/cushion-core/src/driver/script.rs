@@ -11,7 +11,7 @@ pub enum FailWhen {
     Nth(Call, u64),
     /// The n-th call of any kind.
     NthOfAny(u64),
-    /// Every call of one kind, until [`SimDriver::clear_failures`].
+    /// Every call of one kind, until [`SimDriver::clear_failures`](super::SimDriver::clear_failures).
     Every(Call),
 }
 
