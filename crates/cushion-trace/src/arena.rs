@@ -8,6 +8,7 @@ use std::mem;
 use std::sync::Arc;
 
 use crate::error::TraceError;
+use crate::events::Events;
 use crate::snapshot::{Draft, Event, Name};
 use crate::stacks::{FrameId, StackId, StackTable};
 
@@ -86,7 +87,7 @@ impl Value {
 pub(crate) enum List {
     Values(Vec<Value>),
     /// A list whose first item was an event holds events only, in their final form.
-    Events(Vec<Event>),
+    Events(Box<Events>),
     /// Frames that an event asked for: kept once, in the table of stacks.
     Stack(StackId),
     /// Its contents have moved into the snapshot.
@@ -255,24 +256,24 @@ impl Arena {
     pub(crate) fn append(&mut self, list: u32, values: &[Value]) -> Result<(), TraceError> {
         let Some(&first) = values.first() else { return Ok(()) };
         let events_come = self.is_event(first);
-        let mut events = match &mut self.lists[list as usize] {
-            List::Events(events) => mem::take(events),
-            List::Values(all) if all.is_empty() && events_come => Vec::new(),
-            List::Values(all) => {
+        // Events move in from the arena, so their list leaves it for a moment.
+        let mut events = match mem::replace(&mut self.lists[list as usize], List::Gone) {
+            List::Events(events) => events,
+            List::Values(all) if all.is_empty() && events_come => Box::default(),
+            List::Values(mut all) => {
                 let before = all.capacity();
                 all.extend_from_slice(values);
                 self.held += (all.capacity() - before) * size_of::<Value>();
+                self.lists[list as usize] = List::Values(all);
                 return Ok(());
             }
             List::Stack(_) | List::Gone => return Err(gone(self.at)),
         };
-        // A vector starts with room for four.
-        let room = if events.is_empty() { values.len().max(4) } else { values.len() };
-        self.held += room * size_of::<Event>();
-        events.reserve(values.len());
+        let before = events.held();
         for &value in values {
             events.push(self.take_event(value)?);
         }
+        self.held += events.held() - before;
         self.lists[list as usize] = List::Events(events);
         Ok(())
     }

@@ -5,6 +5,7 @@
 
 use std::collections::BTreeMap;
 
+use crate::events::Events;
 use crate::snapshot::{Action, Event, Segment};
 
 /// A holding, numbered in the order of its first event. Those that were there before the trace
@@ -29,10 +30,10 @@ struct Holding {
 
 impl Holdings {
     /// The holdings before the first event: the final segments that no event got.
-    pub(crate) fn before(events: &[Event], segments: &[&Segment]) -> Self {
+    pub(crate) fn before(events: &Events, segments: &[&Segment]) -> Self {
         let mut end = Self::default();
         for event in events {
-            end.take(event);
+            end.take(&event);
         }
         let mut start = Self::default();
         for segment in segments.iter().filter(|segment| end.at(segment.address).is_none()) {
@@ -117,12 +118,12 @@ impl Holdings {
 
 /// The event and holding of each allocation of a trace.
 pub(crate) fn requests(
-    events: &[Event],
+    events: &Events,
     start: &Holdings,
 ) -> impl Iterator<Item = (usize, HoldingId)> {
     let mut holdings = start.clone();
     events.iter().enumerate().filter_map(move |(index, event)| {
-        holdings.take(event);
+        holdings.take(&event);
         let is_request = event.action == Action::Alloc;
         Some((index, holdings.at(event.addr).filter(|_| is_request)?))
     })

@@ -8,8 +8,10 @@
 
 mod arena;
 mod error;
+mod events;
 mod holdings;
 mod open;
+mod pack;
 mod pickle;
 mod pools;
 mod program;
@@ -18,6 +20,7 @@ mod snapshot;
 mod stacks;
 
 pub use error::TraceError;
+pub use events::{Events, Iter};
 pub use open::{Limits, open, read};
 pub use program::Program;
 pub use replay::{Difference, Outcome, Refusal, ReplayConfig, replay};

@@ -696,17 +696,17 @@ mod tests {
         assert_eq!(pools, [Some((0, 0)), Some((3, 70_000)), None, None, None]);
 
         let stacks = &read[0].stacks;
-        assert_eq!(events[0].stack, None);
-        assert_eq!(events[1].stack, events[2].stack, "the same list");
-        assert_eq!(events[1].stack, events[3].stack, "an equal list");
+        assert_eq!(events.get(0).unwrap().stack, None);
+        assert_eq!(events.get(1).unwrap().stack, events.get(2).unwrap().stack, "the same list");
+        assert_eq!(events.get(1).unwrap().stack, events.get(3).unwrap().stack, "an equal list");
         let lines = |event: &Event| -> Vec<_> {
             let frames = stacks.frames(event.stack.unwrap());
             frames.map(|f| (f.name.to_string(), f.filename.to_string(), f.line)).collect()
         };
         let step = ("step".to_owned(), "trén.py".to_owned(), 88);
         let module = ("<module>".to_owned(), "trén.py".to_owned(), 144);
-        assert_eq!(lines(&events[1]), [step, module.clone()]);
-        assert_eq!(lines(&events[4]), [module]);
+        assert_eq!(lines(&events.get(1).unwrap()), [step, module.clone()]);
+        assert_eq!(lines(&events.get(4).unwrap()), [module]);
 
         let [ref segment] = read[0].segments[..] else { panic!("one segment") };
         assert!(!segment.large && segment.total_size == 2 << 20);
@@ -869,8 +869,15 @@ mod tests {
         }
         let twice = [dict(&alloc()), text("size"), int(7), vec![op::SETITEM]].concat();
         let events = &load(&snapshot(&[late, twice])).unwrap().devices[0];
-        assert_eq!((events[0].action, events[0].addr, events[0].size), (Action::Alloc, 512, 100));
-        assert_eq!(events[1].size, 7);
+        assert_eq!(
+            (
+                events.get(0).unwrap().action,
+                events.get(0).unwrap().addr,
+                events.get(0).unwrap().size
+            ),
+            (Action::Alloc, 512, 100)
+        );
+        assert_eq!(events.get(1).unwrap().size, 7);
     }
 
     #[test]

@@ -11,8 +11,9 @@
 use cushion_core::PoolId;
 use rustc_hash::FxHashMap;
 
+use crate::events::Events;
 use crate::holdings::{HoldingId, Holdings, requests};
-use crate::snapshot::{Event, Segment};
+use crate::snapshot::Segment;
 
 /// Inferred pools are named apart from recorded ones.
 const INFERRED: u64 = u64::MAX;
@@ -28,12 +29,12 @@ pub(crate) struct Labels {
 
 impl Labels {
     /// What the events and the final segments say.
-    pub(crate) fn recorded(events: &[Event], segments: &[&Segment], start: &Holdings) -> Self {
+    pub(crate) fn recorded(events: &Events, segments: &[&Segment], start: &Holdings) -> Self {
         let mut holdings = start.clone();
         let mut pools = vec![PoolId::DEFAULT; start.count()];
         let mut known = vec![false; start.count()];
         for event in events {
-            holdings.take(event);
+            holdings.take(&event);
             pools.resize(holdings.count(), PoolId::DEFAULT);
             known.resize(holdings.count(), false);
             if let (Some((a, b)), Some(id)) = (event.pool, holdings.at(event.addr)) {
@@ -100,7 +101,7 @@ enum Join {
 
 /// Infers what the trace does not say. `follow` runs a trial and tells where it departs.
 pub(crate) fn infer(
-    events: &[Event],
+    events: &Events,
     start: &Holdings,
     labels: Labels,
     follow: impl Fn(&Labels) -> Option<Departure>,
@@ -143,7 +144,7 @@ struct Requests {
 }
 
 impl Requests {
-    fn of(events: &[Event], start: &Holdings) -> Self {
+    fn of(events: &Events, start: &Holdings) -> Self {
         let holdings: Vec<HoldingId> = requests(events, start).map(|(_, id)| id).collect();
         let mut first = FxHashMap::default();
         for (place, &id) in holdings.iter().enumerate() {
@@ -155,14 +156,14 @@ impl Requests {
     /// Labels that might explain a departure.
     fn explanations(
         &self,
-        events: &[Event],
+        events: &Events,
         start: &Holdings,
         labels: &Labels,
         departure: &Departure,
     ) -> Vec<Labels> {
         let mut at = start.clone();
-        for event in &events[..departure.event] {
-            at.take(event);
+        for event in events.iter().take(departure.event) {
+            at.take(&event);
         }
         let ids = |addresses: &[u64]| -> Vec<HoldingId> {
             let mut ids: Vec<_> = addresses.iter().filter_map(|&a| at.at(a)).collect();

@@ -22,6 +22,7 @@ use std::collections::BTreeSet;
 use cushion_core::{Options, Policy, PoolId, StreamId};
 use rustc_hash::FxHashMap;
 
+use crate::events::{Events, Window};
 use crate::holdings::{self, Holdings};
 use crate::pools::{self, Labels};
 use crate::replay::follow;
@@ -87,7 +88,8 @@ impl Program {
     /// The program of one device of a snapshot.
     #[must_use]
     pub fn of(snapshot: &Snapshot, device: usize) -> Self {
-        let events = snapshot.devices.get(device).map_or(&[][..], Vec::as_slice);
+        let none = Events::default();
+        let events = snapshot.devices.get(device).unwrap_or(&none);
         let segments: Vec<&Segment> = snapshot
             .segments
             .iter()
@@ -127,7 +129,7 @@ impl Program {
 
 /// One device's part of a snapshot.
 struct Recording<'a> {
-    events: &'a [Event],
+    events: &'a Events,
     /// What was held before the first event.
     start: Holdings,
     options: Options,
@@ -150,7 +152,8 @@ impl Recording<'_> {
         let expandable = if maps == plain { self.options.expandable_segments } else { maps };
         let policy = if expandable { Policy::Expandable } else { Policy::Segments };
         let mut builder = Builder {
-            events,
+            events: Window::new(events),
+            all: events,
             labels,
             start: &self.start,
             requests: None,
@@ -197,7 +200,9 @@ impl Recording<'_> {
 }
 
 struct Builder<'a> {
-    events: &'a [Event],
+    all: &'a Events,
+    /// The same, by number.
+    events: Window<'a>,
     labels: &'a Labels,
     /// What PyTorch held before the first event.
     start: &'a Holdings,
@@ -226,15 +231,14 @@ struct Builder<'a> {
 impl Builder<'_> {
     fn run(&mut self) {
         let mut index = 0;
-        while index < self.events.len() {
-            index = self.step(index);
+        while let Some(event) = self.events.get(index) {
+            index = self.step(index, event);
         }
         self.let_go();
     }
 
     /// Takes the event at `index`, and returns the index of the next to take.
-    fn step(&mut self, index: usize) -> usize {
-        let event = self.events[index];
+    fn step(&mut self, index: usize, event: Event) -> usize {
         let next = index + 1;
         match event.action {
             Action::Alloc => self.alloc(index, event),
@@ -334,7 +338,7 @@ impl Builder<'_> {
                 Action::SegmentFree | Action::SegmentUnmap => {
                     plain += u32::from(event.action == Action::SegmentFree);
                     pools.push(self.pool_at(event.addr));
-                    self.holdings.take(event);
+                    self.holdings.take(&event);
                 }
                 Action::FreeCompleted if self.release_follows(next) => {
                     self.held_back.extend(self.waiting.remove(&event.addr));
@@ -363,25 +367,26 @@ impl Builder<'_> {
     }
 
     /// The size of the request that missed, if the next thing to happen from `index` on is a miss.
-    fn missed_request(&self, index: usize) -> Option<u64> {
-        let is_miss =
-            |event: &&Event| matches!(event.action, Action::SegmentAlloc | Action::SegmentMap);
-        let rest = &self.events[index..];
-        let misses = rest.iter().take_while(is_miss).count();
-        rest.get(misses)
-            .filter(|event| match event.action {
-                Action::Alloc => misses > 0,
-                action => action == Action::Oom,
-            })
-            .map(|event| event.size)
+    fn missed_request(&mut self, index: usize) -> Option<u64> {
+        let is_miss = |action| matches!(action, Action::SegmentAlloc | Action::SegmentMap);
+        let mut next = index;
+        while self.events.get(next).is_some_and(|event| is_miss(event.action)) {
+            next += 1;
+        }
+        let event = self.events.get(next)?;
+        let refused = event.action == Action::Oom;
+        (refused || event.action == Action::Alloc && next > index).then_some(event.size)
     }
 
     /// Whether, of what follows, a release comes before the next request or free.
     fn release_follows(&mut self, index: usize) -> bool {
         // Completions come in long runs: look for the end of each once.
         if self.run_end < index {
-            let run = self.events[index..].iter();
-            self.run_end = index + run.take_while(|e| e.action == Action::FreeCompleted).count();
+            self.run_end = index;
+            let is_completion = |event: Event| event.action == Action::FreeCompleted;
+            while self.events.get(self.run_end).is_some_and(is_completion) {
+                self.run_end += 1;
+            }
         }
         self.events
             .get(self.run_end)
@@ -416,11 +421,11 @@ impl Builder<'_> {
     /// The pool of a refused request, which has no address: that of the requests before and after it,
     /// if they agree. Else the default, and the private one it may have been for.
     fn refused_pools(&mut self, index: usize) -> (PoolId, Option<PoolId>) {
-        if let Some((a, b)) = self.events[index].pool {
+        if let Some((a, b)) = self.events.get(index).and_then(|event| event.pool) {
             return (PoolId(a, b), None);
         }
         let requests = self.requests.get_or_insert_with(|| {
-            holdings::requests(self.events, self.start)
+            holdings::requests(self.all, self.start)
                 .map(|(event, holding)| (event, self.labels.pool(holding)))
                 .collect()
         });
@@ -503,7 +508,7 @@ fn options_of(settings: &Settings, notes: &mut Vec<String>) -> Options {
 
 /// The size of the device, as far as the distance between reserved ranges tells: PyTorch makes each
 /// of them 9/8 of it.
-fn device_total(events: &[Event]) -> Option<u64> {
+fn device_total(events: &Events) -> Option<u64> {
     // Ranges of small and large pools differ by less than a page, and one can take the place of
     // another that is gone: starts closer together than this are of ranges at different times.
     let apart = cushion_core::size::GIB;
@@ -511,7 +516,7 @@ fn device_total(events: &[Event]) -> Option<u64> {
     let mut nearest: Option<u64> = None;
     for event in events {
         let before = holdings.count();
-        holdings.take(event);
+        holdings.take(&event);
         if holdings.count() > before && event.action == Action::SegmentMap {
             let gaps = holdings.gaps(event.addr);
             nearest = gaps.filter(|&gap| gap > apart).chain(nearest).min();

@@ -12,9 +12,10 @@ use cushion_core::{
 
 use rustc_hash::FxHashMap;
 
+use crate::events::Events;
 use crate::pools::{Departure, DepartureKind};
 use crate::program::{Program, Slot, Step};
-use crate::snapshot::{Action as Recorded, Event};
+use crate::snapshot::Action as Recorded;
 
 /// A device that no trace fills.
 const UNLIMITED: u64 = 1024 * GIB;
@@ -138,7 +139,7 @@ pub fn replay(program: &Program, config: &ReplayConfig) -> Result<Outcome, Drive
 }
 
 /// Follows PyTorch, with no limit, until the first departure from its path.
-pub(crate) fn follow(program: &Program, events: &[Event]) -> Option<Departure> {
+pub(crate) fn follow(program: &Program, events: &Events) -> Option<Departure> {
     let (policy, ladder) = (program.policy, Ladder::Torch);
     let config = ReplayConfig { policy, ladder, capacity: None, options: None };
     let (engine, driver) = device_for(program, &config);
@@ -210,7 +211,7 @@ struct Run<'a> {
     /// Whether a recorded place is waiting to be used.
     placed: bool,
     /// The trace, if the run is to end at the first departure from it.
-    trial: Option<&'a [Event]>,
+    trial: Option<&'a Events>,
     /// The private pool that requests go to now.
     window: Option<PoolId>,
     pool_uses: BTreeMap<PoolId, u32>,
@@ -403,8 +404,9 @@ impl<'a> Run<'a> {
             .filter(|entry| matches!(entry.action, Action::SegmentFree | Action::SegmentUnmap))
             .map(|entry| (entry.address, entry.size))
             .collect();
-        let pytorch: BTreeSet<(u64, u64)> = trace[from as usize..to as usize]
-            .iter()
+        let pytorch: BTreeSet<(u64, u64)> = trace
+            .iter_from(from as usize)
+            .take((to - from) as usize)
             .filter(|event| matches!(event.action, Recorded::SegmentFree | Recorded::SegmentUnmap))
             .map(|event| (event.addr, event.size))
             .collect();

@@ -9,6 +9,7 @@ use std::fmt;
 
 use crate::arena::{Arena, List, StrId, Value};
 use crate::error::TraceError;
+use crate::events::Events;
 use crate::stacks::{StackId, Stacks};
 
 /// A PyTorch memory snapshot.
@@ -17,7 +18,7 @@ pub struct Snapshot {
     /// The memory the allocator held when the snapshot was taken, in the file's order.
     pub segments: Vec<Segment>,
     /// The recorded events, oldest first, for each device (`device_traces`).
-    pub devices: Vec<Vec<Event>>,
+    pub devices: Vec<Events>,
     /// How the allocator was set up.
     pub settings: Settings,
     /// The stacks that events refer to.
@@ -60,6 +61,8 @@ pub struct Segment {
     pub pool: (u64, u64),
     /// Whether it is a mapped range of an expandable segment.
     pub expandable: bool,
+    /// Where in the program it was got, if stacks were recorded.
+    pub stack: Option<StackId>,
     /// Its blocks, by address, without gaps.
     pub blocks: Vec<Block>,
 }
@@ -75,6 +78,8 @@ pub struct Block {
     pub requested_size: u64,
     /// Whether it is in use.
     pub state: BlockState,
+    /// Where in the program it was handed out, if stacks were recorded.
+    pub stack: Option<StackId>,
 }
 
 /// Whether a block is in use.
@@ -186,6 +191,15 @@ macro_rules! actions {
                     $(Self::$action => Name::$action.text(),)*
                     Self::Other => "other",
                 }
+            }
+
+            /// The action's number in packed events and in Cushion's own traces.
+            pub(crate) fn code(self) -> u8 {
+                self as u8
+            }
+
+            pub(crate) fn of_code(code: u8) -> Option<Self> {
+                [$(Self::$action,)* Self::Other].get(usize::from(code)).copied()
             }
 
             #[inline]
@@ -330,17 +344,14 @@ pub(crate) fn build(root: Value, mut arena: Arena) -> Result<Snapshot, TraceErro
     Ok(Snapshot { segments, devices, settings, stacks: arena.into_stacks().finish() })
 }
 
-fn events(device: usize, value: Value, arena: &mut Arena) -> Result<Vec<Event>, TraceError> {
+fn events(device: usize, value: Value, arena: &mut Arena) -> Result<Events, TraceError> {
     let list = match value {
         Value::List(id) => arena.take_list(id),
         _ => List::Values(vec![value]),
     };
     let found = match list {
-        List::Events(mut events) => {
-            events.shrink_to_fit();
-            return Ok(events);
-        }
-        List::Values(values) if values.is_empty() => return Ok(Vec::new()),
+        List::Events(events) => return Ok(*events),
+        List::Values(values) if values.is_empty() => return Ok(Events::default()),
         List::Values(_) if !matches!(value, Value::List(_)) => value.kind(),
         List::Values(_) => "a list of something else",
         List::Stack(_) => "a list of frames",
@@ -386,6 +397,7 @@ fn segment(index: usize, value: Value, arena: &mut Arena) -> Result<Segment, Tra
         large,
         pool,
         expandable: record.flag(Name::IsExpandable).unwrap_or(false),
+        stack: record.stack(arena)?,
         blocks,
     })
 }
@@ -409,6 +421,7 @@ fn block(place: Place, value: Value, next: u64, arena: &mut Arena) -> Result<Blo
         size,
         requested_size: record.unsigned(Name::RequestedSize)?.unwrap_or(size),
         state,
+        stack: record.stack(arena)?,
     })
 }
 
@@ -511,6 +524,10 @@ impl Record {
         }
     }
 
+    fn stack(&self, arena: &mut Arena) -> Result<Option<StackId>, TraceError> {
+        self.get(Name::Frames).map_or(Ok(None), |frames| arena.stack(frames))
+    }
+
     fn need<T>(&self, name: Name, value: Option<T>) -> Result<T, TraceError> {
         value.ok_or_else(|| self.fault(name, "it"))
     }
@@ -592,10 +609,13 @@ mod tests {
                 ("addr", int(1)),
                 ("size", int(1)),
             ])]);
-            assert_eq!(load(&pickle).unwrap().devices[0][0].action.name(), name.text());
+            assert_eq!(
+                load(&pickle).unwrap().devices[0].get(0).unwrap().action.name(),
+                name.text()
+            );
         }
         let own = load(&snapshot(&[dict(&[("action", text("spill"))])])).unwrap();
-        assert_eq!(own.devices[0][0].action, Action::Other);
+        assert_eq!(own.devices[0].get(0).unwrap().action, Action::Other);
     }
 
     #[test]
@@ -617,10 +637,13 @@ mod tests {
         ]);
         let events = load(&snapshot(&[bare, nones, full])).unwrap().devices.remove(0);
         let empty = Draft::EMPTY.event;
-        assert_eq!(events[0], Event { action: Action::Alloc, addr: u64::MAX, size: 8, ..empty });
-        assert_eq!(events[1], Event { action: Action::Snapshot, ..empty });
+        assert_eq!(
+            events.get(0).unwrap(),
+            Event { action: Action::Alloc, addr: u64::MAX, size: 8, ..empty }
+        );
+        assert_eq!(events.get(1).unwrap(), Event { action: Action::Snapshot, ..empty });
         let oom = Event { action: Action::Oom, addr: 77, size: 8, stream: u64::MAX - 1, ..empty };
-        assert_eq!(events[2], Event { pool: Some((1, 2)), ..oom });
+        assert_eq!(events.get(2).unwrap(), Event { pool: Some((1, 2)), ..oom });
     }
 
     #[test]
@@ -670,8 +693,15 @@ mod tests {
         ]);
         let items = [("address", int(4096)), ("total_size", int(2048)), ("blocks", blocks)];
         let snapshot = load(&with_segment(&items)).unwrap();
-        let block = |address, size, state| Block { address, size, requested_size: size, state };
+        let block = |address, size, state| Block {
+            address,
+            size,
+            requested_size: size,
+            state,
+            stack: None,
+        };
         let expected = Segment {
+            stack: None,
             device: 0,
             address: 4096,
             total_size: 2048,
@@ -713,7 +743,8 @@ mod tests {
         assert_eq!((segment.device, segment.stream, segment.pool), (3, u64::MAX, (0, 1)));
         assert!(segment.large && segment.expandable);
         let state = BlockState::PendingFree;
-        let expected = Block { address: 9000, size: 4096, requested_size: 4000, state };
+        let expected =
+            Block { address: 9000, size: 4096, requested_size: 4000, state, stack: None };
         assert_eq!(segment.blocks, [expected]);
     }
 
@@ -773,7 +804,7 @@ mod tests {
         ]))
         .unwrap();
         assert_eq!(read.stacks.counts(), (3, 3));
-        let [a, b, c, d] = [0, 1, 2, 3].map(|i| read.devices[0][i].stack.unwrap());
+        let [a, b, c, d] = [0, 1, 2, 3].map(|i| read.devices[0].get(i).unwrap().stack.unwrap());
         assert!(a == c && a != b && b != d);
         let names = |id| -> Vec<_> { read.stacks.frames(id).map(|f| (&*f.name, f.line)).collect() };
         assert_eq!(names(a), [("step", 5), ("main", 9)]);

@@ -22,6 +22,18 @@ pub struct Frame {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct StackId(NonZeroU32);
 
+impl StackId {
+    /// Its number, from 1 on.
+    pub(crate) fn number(self) -> u32 {
+        self.0.get()
+    }
+
+    /// The stack with this number; none has 0.
+    pub(crate) fn of_number(number: u32) -> Option<Self> {
+        NonZeroU32::new(number).map(Self)
+    }
+}
+
 /// Every distinct stack of a snapshot, kept once, common callers kept once between them.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Stacks {

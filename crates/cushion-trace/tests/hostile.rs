@@ -68,6 +68,7 @@ mod tests {
     fn segments() -> impl Strategy<Value = Segment> {
         (addresses(), sizes(), streams(), (0_u64..2, 0_u64..2), any::<bool>()).prop_map(
             |(address, total_size, stream, pool, expandable)| Segment {
+                stack: None,
                 device: 0,
                 address,
                 total_size,
@@ -114,7 +115,7 @@ mod tests {
                 .map(|event| Event { pool: event.pool.filter(|_| named), ..event })
                 .collect();
             let snapshot =
-                Snapshot { segments, devices: vec![events], settings, stacks: Stacks::default() };
+                Snapshot { segments, devices: vec![events.into_iter().collect()], settings, stacks: Stacks::default() };
             let program = Program::of(&snapshot, 0);
             for policy in Policy::ALL {
                 for ladder in [Ladder::Torch, Ladder::Graceful] {
