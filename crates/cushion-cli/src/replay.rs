@@ -135,8 +135,8 @@ fn verify(policy: Policy, program: &Program, outcome: &Outcome) -> (bool, Vec<St
             place(pytorch),
             place(ours)
         ));
-        let why = if program.begins_in_the_middle {
-            "the trace begins in the middle of a run; what was held before it is not rebuilt"
+        let why = if program.begins_in_the_middle() {
+            "the trace begins in the middle of a run: was something before it not rebuilt rightly?"
         } else {
             "were the capacity or the options other than PyTorch's?"
         };

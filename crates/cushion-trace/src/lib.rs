@@ -7,6 +7,7 @@
 #![forbid(unsafe_code)]
 
 mod arena;
+mod beginning;
 mod error;
 mod events;
 mod holdings;
@@ -16,13 +17,17 @@ mod pickle;
 mod pools;
 mod program;
 mod replay;
+mod run;
 mod snapshot;
 mod stacks;
+mod steps;
 
 pub use error::TraceError;
 pub use events::{Events, Iter};
 pub use open::{Limits, open, read};
 pub use program::Program;
-pub use replay::{Difference, Outcome, Refusal, ReplayConfig, replay};
+pub use replay::{
+    Difference, Outcome, Refusal, ReplayConfig, State, Watch, replay, replay_watched, state_at,
+};
 pub use snapshot::{Action, Block, BlockState, Event, Segment, Settings, Snapshot};
 pub use stacks::{Frame, StackId, Stacks};
