@@ -11,11 +11,12 @@
 //! - Everything else in those segments was free, and neighbouring free blocks are always one.
 //! - The size of a live block is the final one where it lived to the end. Else it is what was asked for,
 //!   rounded, together with what follows it up to the next block if that is too little for PyTorch to
-//!   have split off.
+//!   have split off. A neighbour that was freed before the trace begins leaves that open: then the
+//!   next allocation behind the block shows where it ends.
 
 use std::collections::BTreeMap;
 
-use cushion_core::size::{GIB, MIN_BLOCK, SMALL_REQUEST, SMALL_SEGMENT, block_size, display};
+use cushion_core::size::{MIN_BLOCK, SMALL_REQUEST, SMALL_SEGMENT, block_size, display};
 use cushion_core::{HeldBlock, HeldSegment, Options, PoolId, StreamId};
 use rustc_hash::{FxHashMap, FxHashSet};
 
@@ -37,6 +38,8 @@ pub(crate) struct Beginning {
     /// Blocks whose size had to be taken as what was asked for, rounded, because the segment they were
     /// in is not known.
     pub(crate) homeless: u64,
+    /// Blocks that may have been up to 1 MiB longer than they are taken to be.
+    pub(crate) unsettled: u64,
 }
 
 /// A segment that was there.
@@ -70,20 +73,20 @@ impl Beginning {
     pub(crate) fn of(events: &Events, segments: &[&Segment], options: &Options) -> Self {
         let mut changes = Vec::new();
         let mut blocks = Opening::default();
-        for event in events {
+        for (index, event) in events.iter().enumerate() {
             match event.action {
                 Action::SegmentAlloc
                 | Action::SegmentFree
                 | Action::SegmentMap
                 | Action::SegmentUnmap => changes.push(event),
-                _ => blocks.take(&event),
+                _ => blocks.take(&event, index == 0),
             }
         }
         let mut beginning = Self { blocks: blocks.finish(segments), ..Self::default() };
         beginning.left_out += beginning.drop_overlaps();
         beginning.segments = walk_back(&changes, segments);
         beginning.left_out += beginning.drop_impossible();
-        beginning.settle(options);
+        beginning.settle(options, events);
         beginning.find_ranges(&changes, events);
         beginning
     }
@@ -111,6 +114,13 @@ impl Beginning {
             notes.push(format!(
                 "where {} of those blocks lay is not known: the file does not have their segments",
                 self.homeless
+            ));
+        }
+        if self.unsettled > 0 {
+            notes.push(format!(
+                "{} of those blocks may have been up to 1 MiB longer than is taken, which the file \
+                 does not tell",
+                self.unsettled
             ));
         }
         if self.left_out > 0 {
@@ -182,7 +192,8 @@ impl Beginning {
     }
 
     /// Finds the blocks of each segment and their sizes.
-    fn settle(&mut self, options: &Options) {
+    fn settle(&mut self, options: &Options, events: &Events) {
+        let mut open = BTreeMap::new();
         let rounded = |block: &StartBlock| match block.size {
             0 => block_size(block.requested, options).unwrap_or(u64::MAX),
             known => known,
@@ -215,12 +226,16 @@ impl Beginning {
                         && (rest <= LEAST_LARGE_REST
                             || options.max_split_size.is_some_and(|most| size >= most));
                     block.size = if unsplit { room } else { size };
+                    if segment.range.is_none() && !segment.small && !unsplit {
+                        open.insert(block.address, (index, after));
+                    }
                 }
                 block.size = block.size.min(room);
                 block.requested = block.requested.min(block.size);
                 block.stream = segment.stream;
             }
         }
+        self.unsettled = self.see_ends(open, events);
         for block in self.blocks.iter_mut().filter(|block| block.size == 0) {
             self.homeless += 1;
             block.size = rounded(block);
@@ -239,51 +254,112 @@ impl Beginning {
         }
     }
 
-    /// Finds where the reserved ranges begin. A stream has one for its small blocks and one for its
-    /// large ones, in each pool; it begins at the lowest address that was ever mapped.
+    /// Free memory is always handed out from its first address on, so the first allocation behind a
+    /// block, while that lives, begins where it ends. Returns how many blocks nothing tells about.
+    fn see_ends(&mut self, mut open: BTreeMap<u64, (usize, u64)>, events: &Events) -> u64 {
+        let mut unsettled = 0;
+        for event in events {
+            if open.is_empty() {
+                break;
+            }
+            match event.action {
+                Action::Alloc => {
+                    let behind = open.range(..event.addr).next_back();
+                    if let Some((&address, &(index, after))) = behind
+                        && event.addr < after
+                    {
+                        let block = &mut self.blocks[index];
+                        let rest = event.addr.saturating_sub(address + block.size);
+                        if rest <= LEAST_LARGE_REST {
+                            block.size = (event.addr - address).max(block.size);
+                        }
+                        open.remove(&address);
+                    }
+                }
+                Action::FreeRequested | Action::FreeCompleted => {
+                    unsettled += u64::from(open.remove(&event.addr).is_some());
+                }
+                _ => {}
+            }
+        }
+        unsettled + open.len() as u64
+    }
+
+    /// Finds which segments with pages behind them are parts of one reserved range, and where it
+    /// begins: at the lowest address that was ever mapped. A range has room for more than the device,
+    /// so two of them begin farther apart than all that was ever held.
     fn find_ranges(&mut self, changes: &[Event], events: &Events) {
         if !self.has(true) {
             return;
         }
-        let key = |segment: &Start| {
-            (segment.stream, segment.small, segment.pool.unwrap_or(PoolId::DEFAULT))
-        };
-        let mut lowest: BTreeMap<(u64, bool, PoolId), u64> = BTreeMap::new();
+        let held: u64 = self.segments.iter().map(|segment| segment.size).sum();
+        let room = room_at_least(held, changes);
+        let mut ranges: Vec<Range> = Vec::new();
+        let mut parts = Vec::new();
         for segment in self.segments.iter().filter(|segment| segment.range.is_some()) {
-            let start = lowest.entry(key(segment)).or_insert(segment.address);
-            *start = segment.address.min(*start);
-        }
-        // Pages mapped below what was mapped at the beginning, in the same range: close by, and with
-        // no other range between.
-        let all: Vec<u64> = lowest.values().copied().collect();
-        let served = served_small(events, changes);
-        for (event, small) in changes.iter().filter(|e| e.action == Action::SegmentMap).zip(served)
-        {
-            for ((stream, of_small, _), start) in &mut lowest {
-                let between = |other: &u64| (event.addr + 1..*start).contains(other);
-                if *stream == event.stream
-                    && Some(*of_small) == small
-                    && event.addr < *start
-                    && *start - event.addr < NEAR
-                    && !all.iter().any(between)
+            let &Start { address, stream, small, pool, .. } = segment;
+            match ranges.last_mut() {
+                Some(range)
+                    if (range.stream, range.small) == (stream, small)
+                        && address - range.start < room
+                        && (range.pool.is_none() || pool.is_none() || range.pool == pool) =>
                 {
-                    *start = event.addr;
+                    range.pool = range.pool.or(pool);
                 }
+                _ => ranges.push(Range { start: address, stream, small, pool }),
+            }
+            parts.push(ranges.len() - 1);
+        }
+        // Pages mapped later below what was mapped at the beginning.
+        let starts: Vec<u64> = ranges.iter().map(|range| range.start).collect();
+        let served = served_small(events);
+        let maps = changes.iter().filter(|event| event.action == Action::SegmentMap);
+        for (event, small) in maps.zip(served) {
+            let above = starts.partition_point(|&start| start <= event.addr);
+            if let Some(range) = ranges.get_mut(above)
+                && range.stream == event.stream
+                && Some(range.small) == small
+                && event.addr < range.start
+                && starts[above] - event.addr < room
+            {
+                range.start = event.addr;
             }
         }
-        for segment in self.segments.iter_mut().filter(|segment| segment.range.is_some()) {
-            segment.range = Some(lowest[&key(segment)]);
+        let paged = self.segments.iter_mut().filter(|segment| segment.range.is_some());
+        for (segment, part) in paged.zip(parts) {
+            segment.range = Some(ranges[part].start);
+            segment.pool = segment.pool.or(ranges[part].pool);
         }
     }
 }
 
-/// Pages farther below than this are of another range.
-const NEAR: u64 = 1024 * GIB;
+/// A reserved range.
+#[derive(Debug)]
+struct Range {
+    start: u64,
+    stream: u64,
+    small: bool,
+    pool: Option<PoolId>,
+}
+
+/// How much room a reserved range has at least: PyTorch makes it an eighth more than the device, which
+/// has at least what was ever held of it.
+fn room_at_least(held: u64, changes: &[Event]) -> u64 {
+    let mut now = held;
+    let mut most = held;
+    for event in changes {
+        now = match event.action {
+            Action::SegmentAlloc | Action::SegmentMap => now.saturating_add(event.size),
+            _ => now.saturating_sub(event.size),
+        };
+        most = most.max(now);
+    }
+    most.saturating_add(most / 8)
+}
 
 /// For each mapping, whether the request right after it was small; `None` if none came.
-fn served_small(events: &Events, changes: &[Event]) -> Vec<Option<bool>> {
-    let mappings = changes.iter().filter(|event| event.action == Action::SegmentMap).count();
-    let mut served = Vec::with_capacity(mappings);
+fn served_small(events: &Events) -> Vec<Option<bool>> {
+    let mut served = Vec::new();
     let mut open = 0_usize;
     for event in events {
         match event.action {
@@ -314,7 +390,7 @@ struct Opening {
 }
 
 impl Opening {
-    fn take(&mut self, event: &Event) {
+    fn take(&mut self, event: &Event, first: bool) {
         match event.action {
             Action::Alloc => {
                 self.live.insert(event.addr);
@@ -327,7 +403,8 @@ impl Opening {
             }
             Action::FreeCompleted => {
                 if !self.waiting.remove(&event.addr) && !self.live.remove(&event.addr) {
-                    self.was_there(event, true);
+                    // The first event of a trace can be the second half of a free that did not wait.
+                    self.was_there(event, !first);
                 }
             }
             _ => {}

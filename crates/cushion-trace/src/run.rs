@@ -369,7 +369,11 @@ impl<'a, W: Watch> Run<'a, W> {
                     self.engine.set_policy(policy);
                 }
             }
-            Rare::BeginPool(pool) => self.begin_pool(pool),
+            Rare::BeginPool(pool) => {
+                // Frees complete up to here are so for the capture, in which nobody may ask.
+                self.engine.process_events()?;
+                self.begin_pool(pool);
+            }
             Rare::EndPool => self.end_pool(),
             Rare::ReleasePool(pool) => {
                 for _ in 0..self.pool_uses.remove(&pool).unwrap_or(0) {
