@@ -297,7 +297,7 @@ impl Beginning {
         let mut ranges: Vec<Range> = Vec::new();
         let mut parts = Vec::new();
         for segment in self.segments.iter().filter(|segment| segment.range.is_some()) {
-            let &Start { address, stream, small, pool, .. } = segment;
+            let &Start { address, size, stream, small, pool, .. } = segment;
             match ranges.last_mut() {
                 Some(range)
                     if (range.stream, range.small) == (stream, small)
@@ -305,26 +305,13 @@ impl Beginning {
                         && (range.pool.is_none() || pool.is_none() || range.pool == pool) =>
                 {
                     range.pool = range.pool.or(pool);
+                    range.mapped += size;
                 }
-                _ => ranges.push(Range { start: address, stream, small, pool }),
+                _ => ranges.push(Range { start: address, mapped: size, stream, small, pool }),
             }
             parts.push(ranges.len() - 1);
         }
-        // Pages mapped later below what was mapped at the beginning.
-        let starts: Vec<u64> = ranges.iter().map(|range| range.start).collect();
-        let served = served_small(events);
-        let maps = changes.iter().filter(|event| event.action == Action::SegmentMap);
-        for (event, small) in maps.zip(served) {
-            let above = starts.partition_point(|&start| start <= event.addr);
-            if let Some(range) = ranges.get_mut(above)
-                && range.stream == event.stream
-                && Some(range.small) == small
-                && event.addr < range.start
-                && starts[above] - event.addr < room
-            {
-                range.start = event.addr;
-            }
-        }
+        lower_starts(&mut ranges, changes, events, room);
         let paged = self.segments.iter_mut().filter(|segment| segment.range.is_some());
         for (segment, part) in paged.zip(parts) {
             segment.range = Some(ranges[part].start);
@@ -337,9 +324,46 @@ impl Beginning {
 #[derive(Debug)]
 struct Range {
     start: u64,
+    /// Bytes with pages behind them. At zero PyTorch gives the addresses back.
+    mapped: u64,
     stream: u64,
     small: bool,
     pool: Option<PoolId>,
+}
+
+/// A range began where pages are mapped later, below what was mapped at the beginning.
+fn lower_starts(ranges: &mut [Range], changes: &[Event], events: &Events, room: u64) {
+    let starts: Vec<u64> = ranges.iter().map(|range| range.start).collect();
+    let mut served = served_small(events).into_iter();
+    for event in changes {
+        let above = starts.partition_point(|&start| start <= event.addr);
+        let inside = |range: &&mut Range| range.mapped > 0 && event.addr - range.start < room;
+        match event.action {
+            Action::SegmentMap => {
+                let small = served.next().flatten();
+                if let Some(range) = ranges[..above].last_mut().filter(inside) {
+                    range.mapped = range.mapped.saturating_add(event.size);
+                } else if let Some(range) = ranges.get_mut(above)
+                    && range.mapped > 0
+                    && range.stream == event.stream
+                    && Some(range.small) == small
+                    && starts[above] - event.addr < room
+                {
+                    range.start = event.addr.min(range.start);
+                    range.mapped = range.mapped.saturating_add(event.size);
+                }
+            }
+            Action::SegmentUnmap => {
+                let lower = |range: &&mut Range| range.mapped > 0 && range.start <= event.addr;
+                let (below, others) = ranges.split_at_mut(above);
+                let range = others.first_mut().filter(lower);
+                if let Some(range) = range.or(below.last_mut().filter(inside)) {
+                    range.mapped = range.mapped.saturating_sub(event.size);
+                }
+            }
+            _ => {}
+        }
+    }
 }
 
 /// How much room a reserved range has at least: PyTorch makes it an eighth more than the device, which
