@@ -8,8 +8,10 @@
 
 mod arena;
 mod beginning;
+mod capacity;
 mod error;
 mod events;
+mod floor;
 mod holdings;
 mod open;
 mod pack;
@@ -22,6 +24,7 @@ mod snapshot;
 mod stacks;
 mod steps;
 
+pub use capacity::{CAPACITY_STEP, min_capacity};
 pub use error::TraceError;
 pub use events::{Events, Iter};
 pub use open::{Limits, open, read};
