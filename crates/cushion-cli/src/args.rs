@@ -19,8 +19,7 @@ pub(crate) struct Cli {
 pub(crate) enum Command {
     /// Replay recorded traces on a simulated GPU: what they need, and whether they fit.
     ///
-    /// A trace is what `torch.cuda.memory._dump_snapshot()` writes, plain or gzip. The exit code is 0
-    /// if everything fits, 1 if memory ran out, 2 for bad input, 3 if --verify found a difference; the
+    /// A trace is what `torch.cuda.memory._dump_snapshot()` writes. The exit code is 0 if everything fits, 1 if memory ran out, 2 for bad input, 3 if --verify found a difference; the
     /// highest over all traces.
     Replay(Box<ReplayArgs>),
     /// Print the reference of all options, as in docs/options.md.
@@ -30,7 +29,7 @@ pub(crate) enum Command {
 /// The arguments of `cushion replay`.
 #[derive(Debug, Args)]
 pub(crate) struct ReplayArgs {
-    /// Snapshot files (pickle, plain or gzip).
+    /// Traces; `-` is standard input.
     #[arg(required = true, value_name = "TRACE")]
     pub(crate) traces: Vec<PathBuf>,
 
@@ -46,6 +45,10 @@ pub(crate) struct ReplayArgs {
     /// or a number of bytes. Without it there is no limit.
     #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
     pub(crate) capacity: Option<u64>,
+
+    /// Find the smallest device on which the trace passes, to 2 MiB, for each policy.
+    #[arg(long)]
+    pub(crate) min_capacity: bool,
 
     /// Compare each address with the one PyTorch chose. Needs the ladder `torch`, and compares under
     /// the policy the trace was recorded with.

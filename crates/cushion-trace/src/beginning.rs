@@ -444,9 +444,12 @@ impl Opening {
     fn finish(mut self, segments: &[&Segment]) -> Vec<StartBlock> {
         for segment in segments {
             for block in &segment.blocks {
+                let made = self.live.contains(&block.address);
                 let (known, pending) = match block.state {
-                    BlockState::Allocated => (self.live.contains(&block.address), false),
-                    BlockState::PendingFree => (self.waiting.contains(&block.address), true),
+                    BlockState::Allocated => (made, false),
+                    BlockState::PendingFree => {
+                        (made || self.waiting.contains(&block.address), true)
+                    }
                     BlockState::Inactive => (true, false),
                 };
                 if !known && block.address > 0 {

@@ -13,6 +13,9 @@ pub const CAPACITY_STEP: u64 = 2 * MIB;
 /// refused among them, to [`CAPACITY_STEP`]; `None` if no device is large enough. `tried` is called
 /// after each run with how many there were and about how many there will be.
 ///
+/// It can be below the floor: the floor takes memory that waits for another stream as live until the
+/// trace says the work was done, and a short allocator waits for it itself.
+///
 /// With this capacity the program passes, and with one step less it does not. Whether it would pass
 /// again with much less is not asked: a layout can be lucky.
 ///
@@ -34,9 +37,11 @@ pub fn min_capacity(
         Ok(outcome.oom.is_none().then_some(outcome.reserved_peak))
     };
     let Some(most) = peak_with(UNLIMITED / CAPACITY_STEP, expected)? else { return Ok(None) };
-    // Below the floor nothing passes. What an unlimited run held is enough, or nearly: PyTorch asks
-    // for room for a whole segment, even where it then takes less.
-    let mut fails = (program.floor_bytes() / CAPACITY_STEP).saturating_sub(1);
+    // Below the floor nothing passes, unless by waiting for another stream's work before the trace
+    // says it was done. What an unlimited run held is enough, or nearly: PyTorch asks for room for a
+    // whole segment, even where it then takes less.
+    let floor = if program.waits() { 0 } else { program.floor_bytes(true) };
+    let mut fails = (floor / CAPACITY_STEP).saturating_sub(1);
     let mut passes = most.div_ceil(CAPACITY_STEP).max(fails + 1);
     let mut more = 1;
     while peak_with(passes, expected)?.is_none() {

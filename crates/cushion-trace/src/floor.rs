@@ -14,9 +14,10 @@ use crate::program::Program;
 use crate::steps::{Rare, Slot, Step};
 
 impl Program {
-    /// The least any allocator could reserve.
+    /// The least any allocator could reserve to serve every request that PyTorch served; with those it
+    /// refused, if they are to be served too.
     #[must_use]
-    pub fn floor_bytes(&self) -> u64 {
+    pub fn floor_bytes(&self, with_refused: bool) -> u64 {
         let mut tally = Tally::default();
         let blocks = &self.beginning.blocks;
         for (segment, &pool) in self.beginning.segments.iter().zip(&self.beginning_pools) {
@@ -47,6 +48,12 @@ impl Program {
                 Step::Rare(Rare::BeginPool(pool)) => window = Some(pool),
                 Step::Rare(Rare::EndPool) => window = None,
                 Step::Rare(Rare::ReleasePool(pool)) => tally.release(pool),
+                Step::Rare(Rare::Refused { size, .. }) if with_refused => {
+                    // What PyTorch's program did next, it did without this memory. Of a private pool
+                    // it may use what the pool holds already.
+                    let held = window.map_or(0, |pool| tally.spare(pool));
+                    tally.momentarily(rounded(size).saturating_sub(held));
+                }
                 Step::Rare(_) => {}
             }
         }
@@ -85,7 +92,7 @@ impl Tally {
                 self.pooled = self.pooled.saturating_add(more);
             }
         }
-        self.most = self.most.max(self.live.saturating_add(self.pooled));
+        self.momentarily(0);
     }
 
     fn remove(&mut self, slot: Slot, bytes: u64) {
@@ -98,6 +105,17 @@ impl Tally {
         if pool.released {
             self.shrink(id);
         }
+    }
+
+    /// More was held for a moment.
+    fn momentarily(&mut self, bytes: u64) {
+        let held = self.live.saturating_add(self.pooled);
+        self.most = self.most.max(held.saturating_add(bytes));
+    }
+
+    /// What a pool holds beyond what is live in it.
+    fn spare(&self, pool: PoolId) -> u64 {
+        self.pools.get(&pool).map_or(0, |pool| pool.held - pool.live)
     }
 
     /// Nobody uses the pool any more: it holds what is live in it.

@@ -102,6 +102,12 @@ impl Program {
         self.steps.is_empty()
     }
 
+    /// Whether any free waits for work on another stream.
+    #[must_use]
+    pub fn waits(&self) -> bool {
+        self.steps.rare_steps().iter().any(|step| matches!(step, Rare::FreeLater { .. }))
+    }
+
     /// Whether memory was held before the first event.
     #[must_use]
     pub fn begins_in_the_middle(&self) -> bool {
@@ -164,7 +170,7 @@ impl Recording<'_> {
         if window.is_some() {
             steps.rare(Rare::EndPool);
         }
-        spread_over_streams(steps.rare_steps());
+        spread_over_streams(steps.rare_steps_mut());
         let mut notes = Vec::new();
         if unknown_frees > 0 {
             notes.push(format!("{unknown_frees} frees of memory nobody had are left out"));
@@ -254,18 +260,7 @@ impl Builder<'_> {
         match event.action {
             Action::Alloc => self.alloc(index, event),
             Action::FreeRequested => return self.free(index, event),
-            Action::FreeCompleted => {
-                if let Some(slot) = self.waiting.remove(&event.addr) {
-                    if self.release_follows(next) {
-                        self.held_back.push(slot);
-                    } else {
-                        self.steps.rare(Rare::Complete { slot });
-                    }
-                } else if let Some(slot) = self.live.remove(&event.addr) {
-                    // PyTorch can be told not to record the request.
-                    self.steps.free(slot);
-                }
-            }
+            Action::FreeCompleted => self.complete(next, event),
             Action::SegmentAlloc | Action::SegmentMap => self.miss(event),
             Action::SegmentFree | Action::SegmentUnmap => return self.release(index),
             Action::Oom => {
@@ -315,6 +310,20 @@ impl Builder<'_> {
         next
     }
 
+    /// A free is complete; `next` is the event after.
+    fn complete(&mut self, next: usize, event: Event) {
+        if let Some(slot) = self.waiting.remove(&event.addr) {
+            if self.release_follows(next) {
+                self.held_back.push(slot);
+            } else {
+                self.steps.rare(Rare::Complete { slot });
+            }
+        } else if let Some(slot) = self.live.remove(&event.addr) {
+            // PyTorch can be told not to record that it was asked for.
+            self.steps.free(slot);
+        }
+    }
+
     /// A segment that PyTorch got for the allocation that follows.
     fn miss(&mut self, event: Event) {
         let plain = event.action == Action::SegmentAlloc;
@@ -348,7 +357,7 @@ impl Builder<'_> {
                     self.holdings.take(&event);
                 }
                 Action::FreeCompleted if self.release_follows(next) => {
-                    self.held_back.extend(self.waiting.remove(&event.addr));
+                    self.complete(next + 1, event);
                 }
                 _ => break,
             }

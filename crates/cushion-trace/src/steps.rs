@@ -147,7 +147,12 @@ impl Steps {
     }
 
     /// The rare steps, in order but for those of [`Self::before_placements`].
-    pub(crate) fn rare_steps(&mut self) -> &mut [Rare] {
+    pub(crate) fn rare_steps(&self) -> &[Rare] {
+        &self.rare
+    }
+
+    /// The same, to be changed.
+    pub(crate) fn rare_steps_mut(&mut self) -> &mut [Rare] {
         &mut self.rare
     }
 
