@@ -68,11 +68,17 @@ pub enum RestoreError {
     Driver(#[from] DriverError),
 }
 
+/// No device is that large.
+const LARGEST: u64 = 1 << 50;
+
 impl HeldSegment {
     /// Whether it can have been.
     fn check(&self) -> Result<(), &'static str> {
         if self.size == 0 || !self.size.is_multiple_of(MIN_BLOCK) {
             return Err("its size is no multiple of 512 bytes");
+        }
+        if self.size > LARGEST {
+            return Err("it is larger than any device");
         }
         let end = self.address.checked_add(self.size).ok_or("its end is beyond 64 bits")?;
         let mut at = self.address;

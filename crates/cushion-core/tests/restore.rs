@@ -159,6 +159,7 @@ mod tests {
         for (what, broken) in [
             ("size", HeldSegment { size: 0, ..sound.clone() }),
             ("size", HeldSegment { size: 700, ..sound.clone() }),
+            ("larger", HeldSegment { size: 1 << 60, ..sound.clone() }),
             ("end", HeldSegment { address: u64::MAX - 511, ..sound.clone() }),
             ("overlap", with(vec![block, block])),
             ("overlap", with(vec![HeldBlock { address: 512, ..block }])),
