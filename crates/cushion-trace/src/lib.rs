@@ -2,15 +2,19 @@
 //! simulated device.
 //!
 //! [`open`] reads a file, [`Program::of`] works out what the recorded program asked for, and
-//! [`replay`] runs it under a policy and says what it took.
+//! [`replay`] runs it under a policy and says what it took. [`write_snapshot`] writes what was read,
+//! as Cushion's own small trace or for PyTorch's viewer.
 
 #![forbid(unsafe_code)]
 
 mod arena;
+mod columns;
+mod consistency;
 mod error;
 mod events;
 mod holdings;
 mod open;
+mod own;
 mod pack;
 mod pickle;
 mod pools;
@@ -18,7 +22,10 @@ mod program;
 mod replay;
 mod snapshot;
 mod stacks;
+mod viewer;
+mod write;
 
+pub use consistency::{Inconsistency, inconsistencies};
 pub use error::TraceError;
 pub use events::{Events, Iter};
 pub use open::{Limits, open, read};
@@ -26,3 +33,4 @@ pub use program::Program;
 pub use replay::{Difference, Outcome, Refusal, ReplayConfig, replay};
 pub use snapshot::{Action, Block, BlockState, Event, Segment, Settings, Snapshot};
 pub use stacks::{Frame, StackId, Stacks};
+pub use write::{Format, Written, write_snapshot};
