@@ -41,41 +41,13 @@ impl fmt::Display for Inconsistency {
 /// Empty for a snapshot that is consistent all through.
 #[must_use]
 pub fn inconsistencies(snapshot: &Snapshot) -> Vec<Inconsistency> {
-    let found = walk_all(snapshot, only_default_stream(&snapshot.devices, &[]));
-    // What is left of the events may be on the default stream alone, which makes a difference.
-    let from: Vec<usize> = found.iter().map(|found| first_consistent(found.as_ref())).collect();
-    if only_default_stream(&snapshot.devices, &from) {
-        return walk_all(snapshot, true).into_iter().flatten().collect();
-    }
-    found.into_iter().flatten().collect()
-}
-
-/// The first event that can be shown; the count of events if none can.
-pub(crate) fn first_consistent(found: Option<&Inconsistency>) -> usize {
-    found.map_or(0, |found| found.event.map_or(usize::MAX, |event| event + 1))
-}
-
-fn walk_all(snapshot: &Snapshot, one_stream: bool) -> Vec<Option<Inconsistency>> {
     let devices = snapshot.devices.iter().enumerate();
-    devices.map(|(device, events)| walk(device, &snapshot.segments, events, one_stream)).collect()
-}
-
-/// Whether all events, those of a device from a certain one on, are on the default stream.
-fn only_default_stream(devices: &[Events], from: &[usize]) -> bool {
-    devices.iter().enumerate().all(|(device, events)| {
-        let from = from.get(device).copied().unwrap_or(0);
-        events.iter_from(from).all(|event| event.stream == 0)
-    })
+    devices.filter_map(|(device, events)| walk(device, &snapshot.segments, events)).collect()
 }
 
 /// Takes back the events of a device, from the last on; what could not be.
-fn walk(
-    device: usize,
-    segments: &[Segment],
-    events: &Events,
-    one_stream: bool,
-) -> Option<Inconsistency> {
-    let mut memory = Memory { one_stream, ..Memory::default() };
+fn walk(device: usize, segments: &[Segment], events: &Events) -> Option<Inconsistency> {
+    let mut memory = Memory::default();
     let here = |segment: &&Segment| usize::try_from(segment.device) == Ok(device);
     for segment in segments.iter().filter(here) {
         if let Err((address, what)) = memory.start(segment) {
@@ -99,15 +71,18 @@ struct Memory {
     segments: BTreeMap<u64, Range>,
     /// First addresses of blocks in use; each is in a segment.
     blocks: BTreeSet<u64>,
-    /// Where all events are on the default stream the viewer takes their streams away, so that what
-    /// an event brings back never joins a segment of the snapshot.
-    one_stream: bool,
 }
 
 #[derive(Clone, Copy, Debug)]
 struct Range {
     end: u64,
-    stream: Option<u64>,
+    stream: u64,
+}
+
+impl Range {
+    fn of(event: &Event) -> Result<Self, &'static str> {
+        Ok(Self { end: end(event.addr, event.size)?, stream: event.stream })
+    }
 }
 
 impl Memory {
@@ -115,8 +90,7 @@ impl Memory {
     fn start(&mut self, segment: &Segment) -> Result<(), (u64, &'static str)> {
         let at = |what| (segment.address, what);
         let end = end(segment.address, segment.total_size).map_err(at)?;
-        self.add(segment.address, Range { end, stream: Some(segment.stream) }, false)
-            .map_err(at)?;
+        self.add(segment.address, Range { end, stream: segment.stream }, false).map_err(at)?;
         let mut next = segment.address;
         for block in &segment.blocks {
             // The viewer takes blocks to lie one behind the other, whatever their addresses.
@@ -146,18 +120,13 @@ impl Memory {
             }
             Action::FreeCompleted => Err("a block was freed where no segment is"),
             Action::SegmentFree | Action::SegmentUnmap => {
-                let range = self.range(event)?;
+                let range = Range::of(event)?;
                 self.add(event.addr, range, event.action == Action::SegmentUnmap)
             }
             Action::SegmentAlloc => self.remove(event, true),
             Action::SegmentMap => self.remove(event, false),
             Action::Snapshot | Action::Oom | Action::Annotate | Action::Other => Ok(()),
         }
-    }
-
-    fn range(&self, event: &Event) -> Result<Range, &'static str> {
-        let stream = (!self.one_stream).then_some(event.stream);
-        Ok(Range { end: end(event.addr, event.size)?, stream })
     }
 
     fn is_held(&self, address: u64) -> bool {
@@ -202,7 +171,7 @@ impl Memory {
 
     /// Removes a whole segment, or a part of one.
     fn remove(&mut self, event: &Event, whole: bool) -> Result<(), &'static str> {
-        let (start, range) = (event.addr, self.range(event)?);
+        let (start, range) = (event.addr, Range::of(event)?);
         let holder = self.segments.range(..=start).next_back();
         let holder = holder.map(|(&start, &range)| (start, range));
         let Some((first, held)) = holder.filter(|(_, held)| range.end <= held.end) else {
@@ -232,5 +201,125 @@ fn end(start: u64, size: u64) -> Result<u64, &'static str> {
     match start.checked_add(size) {
         Some(end) if end > start => Ok(end),
         _ => Err("a segment of no bytes, or beyond all addresses"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::snapshot::{Block, Settings};
+    use crate::stacks::Stacks;
+
+    const MIB: u64 = 1 << 20;
+
+    fn event(action: Action, addr: u64, size: u64) -> Event {
+        Event { action, addr, size, stream: 0, time_us: 0, pool: None, stack: None }
+    }
+
+    /// A segment whose blocks have these sizes; those in use are marked.
+    fn segment(address: u64, blocks: &[(u64, bool)]) -> Segment {
+        let mut next = address;
+        let blocks: Vec<Block> = blocks
+            .iter()
+            .map(|&(size, used)| {
+                let state = if used { BlockState::Allocated } else { BlockState::Inactive };
+                next += size;
+                Block { address: next - size, size, requested_size: size, state, stack: None }
+            })
+            .collect();
+        Segment {
+            device: 0,
+            address,
+            total_size: next - address,
+            stream: 0,
+            large: true,
+            pool: (0, 0),
+            expandable: false,
+            stack: None,
+            blocks,
+        }
+    }
+
+    fn found(segments: Vec<Segment>, events: &[Event]) -> Vec<(Option<usize>, &'static str)> {
+        let devices = vec![events.iter().copied().collect()];
+        let settings = Settings::default();
+        let snapshot = Snapshot { segments, devices, settings, stacks: Stacks::default() };
+        inconsistencies(&snapshot).iter().map(|found| (found.event, found.what)).collect()
+    }
+
+    #[test]
+    fn a_whole_life_is_consistent() {
+        let (low, high) = (64 * MIB, 128 * MIB);
+        let events = [
+            event(Action::SegmentAlloc, low, 20 * MIB),
+            event(Action::Alloc, low, 5 * MIB),
+            event(Action::SegmentMap, high, 4 * MIB),
+            event(Action::SegmentMap, high + 4 * MIB, 2 * MIB),
+            event(Action::Alloc, high, 6 * MIB),
+            event(Action::FreeRequested, low, 5 * MIB),
+            event(Action::Snapshot, 0, 0),
+            event(Action::FreeCompleted, low, 5 * MIB),
+            event(Action::SegmentFree, low, 20 * MIB),
+            event(Action::FreeRequested, high, 6 * MIB),
+            event(Action::FreeCompleted, high, 6 * MIB),
+            event(Action::SegmentUnmap, high + 2 * MIB, 2 * MIB),
+            event(Action::Alloc, high, 2 * MIB),
+        ];
+        let left =
+            vec![segment(high, &[(2 * MIB, true)]), segment(high + 4 * MIB, &[(2 * MIB, false)])];
+        assert_eq!(found(left.clone(), &events), []);
+        // Any end of it leads to the same segments.
+        for from in 0..events.len() {
+            assert_eq!(found(left.clone(), &events[from..]), [], "from {from}");
+        }
+        // Had the middle never been unmapped, there would have been one segment at the end.
+        let unmapped = [&events[..11], &events[12..]].concat();
+        let (first, what) = found(left, &unmapped)[0];
+        assert_eq!((first, what), (Some(2), "a segment was got that is not there later"));
+    }
+
+    #[test]
+    fn what_cannot_be_taken_back_is_named() {
+        let address = 64 * MIB;
+        let here = || vec![segment(address, &[(MIB, true), (MIB, false)])];
+        for (action, at, size, what) in [
+            (Action::FreeRequested, address + MIB, MIB, "not in use"),
+            (Action::FreeCompleted, address + 2 * MIB, MIB, "where no segment is"),
+            (Action::SegmentAlloc, address, 2 * MIB, "after a block in it"),
+            (Action::SegmentAlloc, address, MIB, "another size later"),
+            (Action::SegmentAlloc, address + 4 * MIB, MIB, "not there later"),
+            (Action::SegmentMap, address + MIB, 2 * MIB, "not there later"),
+            (Action::SegmentMap, address, MIB, "after a block in it"),
+            (Action::SegmentFree, address + MIB, MIB, "where another one is"),
+            (Action::SegmentUnmap, address - MIB, 2 * MIB, "where another one is"),
+            (Action::SegmentUnmap, address + 2 * MIB, 0, "no bytes"),
+            (Action::SegmentFree, u64::MAX, 2, "beyond all addresses"),
+        ] {
+            let events = [
+                event(Action::Oom, 7, 7),
+                event(action, at, size),
+                event(Action::Alloc, address, MIB / 2),
+            ];
+            let events = if what == "after a block in it" { &events[..2] } else { &events[..] };
+            let found = found(here(), events);
+            let [(Some(1), said)] = found[..] else { panic!("{action:?}: {found:?}") };
+            assert!(said.contains(what), "{action:?}: {said}");
+        }
+        // A part of a segment that is free can be unmapped, and nothing else is wrong.
+        assert_eq!(found(here(), &[event(Action::SegmentMap, address + MIB, MIB)]), []);
+    }
+
+    #[test]
+    fn segments_have_to_agree_among_themselves() {
+        let twice = vec![segment(MIB, &[(MIB, false)]), segment(MIB, &[(MIB, false)])];
+        assert!(matches!(found(twice, &[])[..], [(None, _)]));
+        let mut gap = segment(MIB, &[(512, true), (512, true)]);
+        gap.blocks[1].address += 512;
+        let what = "a block that is not where the one before it ends";
+        assert_eq!(found(vec![gap], &[]), [(None, what)]);
+        // The segments of another device are another matter.
+        let mut other = segment(MIB, &[(MIB, true)]);
+        other.device = 1;
+        assert_eq!(found(vec![segment(MIB, &[(MIB, true)]), other], &[]), []);
     }
 }

@@ -541,16 +541,309 @@ impl Reader<'_, '_> {
     /// Counts at the end catch a writer that lost something.
     fn end(&mut self, segments: &[Segment], devices: &[Events]) -> Result<(), TraceError> {
         self.part(END)?;
-        let blocks = segments.iter().map(|segment| segment.blocks.len() as u64).sum();
-        let events = devices.iter().map(|events| events.len() as u64).sum();
+        let blocks: u64 = segments.iter().map(|segment| segment.blocks.len() as u64).sum();
+        let events: u64 = devices.iter().map(|events| events.len() as u64).sum();
         for (what, count) in [("blocks", blocks), ("events", events)] {
             let offset = self.source.offset();
-            let said: u64 = self.number()?;
+            let said = self.number()?;
             if said != count {
                 let expected = format!("the count of {what}, {count}");
                 return Err(TraceError::broken(offset, expected, format!("{said}")));
             }
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use proptest::collection::vec;
+    use proptest::option;
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::open::{self, Limits};
+    use crate::pack::tests::any_event;
+    use crate::snapshot::{Action, Event};
+
+    /// Texts as they are and as they should not be.
+    fn any_text() -> impl Strategy<Value = String> {
+        prop_oneof!["[a-z_./]{0,12}", "\\PC{0,8}", any::<String>()]
+    }
+
+    fn any_stacks() -> impl Strategy<Value = Stacks> {
+        let frames = vec((any_text(), any_text(), any::<u32>()), 1..6);
+        let stacks = vec(vec(0..6_usize, 1..5), 0..6);
+        (frames, stacks).prop_map(|(frames, stacks)| {
+            let mut table = StackTable::default();
+            for stack in stacks {
+                let mut caller = None;
+                for place in stack {
+                    let (name, filename, line) = &frames[place % frames.len()];
+                    let (name, filename) = (name.as_str().into(), filename.as_str().into());
+                    let frame = table.intern(Frame { name, filename, line: *line }).unwrap();
+                    caller = table.push(caller, frame);
+                }
+            }
+            table.finish()
+        })
+    }
+
+    fn any_segment() -> impl Strategy<Value = Segment> {
+        let size = prop_oneof![Just(512_u64), 0..1_u64 << 40, any::<u64>()];
+        let state = prop::sample::select(vec![
+            BlockState::Allocated,
+            BlockState::PendingFree,
+            BlockState::Inactive,
+        ]);
+        let stack = || (0..9_u32).prop_map(StackId::of_number);
+        let blocks =
+            vec((size.clone(), size.clone(), option::of(any::<u64>()), state, stack()), 0..5);
+        let pool = prop_oneof![Just((0, 0)), any::<(u64, u64)>()];
+        (any::<(u32, u64, u64, bool, bool)>(), size, pool, stack(), blocks).prop_map(
+            |((device, address, stream, large, expandable), total_size, pool, stack, blocks)| {
+                let mut next = address;
+                let blocks =
+                    blocks.into_iter().map(|(size, requested_size, jump, state, stack)| {
+                        let address = jump.unwrap_or(next);
+                        next = address.wrapping_add(size);
+                        Block { address, size, requested_size, state, stack }
+                    });
+                let blocks = blocks.collect();
+                Segment {
+                    device,
+                    address,
+                    total_size,
+                    stream,
+                    large,
+                    pool,
+                    expandable,
+                    stack,
+                    blocks,
+                }
+            },
+        )
+    }
+
+    fn any_settings() -> impl Strategy<Value = Settings> {
+        let divisions = prop::collection::btree_map(1..10_u64, any::<u64>(), 0..4);
+        (
+            option::of(any_text()),
+            option::of((0..2048_u16).prop_map(|n| f64::from(n) / 1024.0)),
+            option::of(divisions.prop_map(|divisions| divisions.into_iter().collect())),
+            any::<[Option<i64>; 4]>(),
+            any::<[Option<bool>; 4]>(),
+        )
+            .prop_map(|(conf, threshold, divisions, ints, flags)| Settings {
+                conf,
+                garbage_collection_threshold: threshold,
+                roundup_power2_divisions: divisions,
+                max_split_size: ints[0],
+                pinned_num_register_threads: ints[1],
+                max_round_threshold: ints[2],
+                max_cached_size: ints[3],
+                expandable_segments: flags[0],
+                graph_capture_record_stream_reuse: flags[1],
+                release_lock_on_cudamalloc: flags[2],
+                pinned_use_cuda_host_register: flags[3],
+            })
+    }
+
+    /// Any snapshot that a reader could have made.
+    pub(crate) fn any_snapshot() -> impl Strategy<Value = Snapshot> {
+        let devices = vec(vec(any_event(), 0..40), 0..3);
+        (any_stacks(), vec(any_segment(), 0..4), devices, any_settings()).prop_map(
+            |(stacks, mut segments, devices, settings)| {
+                let known = u32::try_from(stacks.counts().1).unwrap();
+                let fit = |stack: &mut Option<StackId>| {
+                    *stack = stack.filter(|stack| stack.number() <= known);
+                };
+                for segment in &mut segments {
+                    fit(&mut segment.stack);
+                    segment.blocks.iter_mut().for_each(|block| fit(&mut block.stack));
+                }
+                let devices = devices.into_iter().map(|events| {
+                    events
+                        .into_iter()
+                        .map(|mut event: Event| {
+                            fit(&mut event.stack);
+                            event
+                        })
+                        .collect()
+                });
+                Snapshot { devices: devices.collect(), segments, settings, stacks }
+            },
+        )
+    }
+
+    fn bare(snapshot: &Snapshot) -> Vec<u8> {
+        let mut bytes = Vec::new();
+        write_bare(snapshot, &mut bytes).unwrap();
+        bytes
+    }
+
+    fn load(bytes: &[u8]) -> Result<Snapshot, TraceError> {
+        open::read(bytes, &Limits::default())
+    }
+
+    proptest! {
+        #[test]
+        fn what_is_written_is_read_again(snapshot in any_snapshot()) {
+            let mut wrapped = Vec::new();
+            write(&snapshot, &mut wrapped).unwrap();
+            prop_assert_eq!(&load(&wrapped).unwrap(), &snapshot);
+            prop_assert_eq!(load(&bare(&snapshot)).unwrap(), snapshot);
+        }
+
+        #[test]
+        fn a_changed_or_cut_file_is_no_panic(
+            snapshot in any_snapshot(), at in any::<usize>(), byte in any::<u8>()
+        ) {
+            let mut bytes = bare(&snapshot);
+            let at = at % bytes.len();
+            prop_assert!(load(&bytes[..at]).is_err());
+            bytes[at] = byte;
+            let _ = load(&bytes);
+        }
+    }
+
+    fn event(action: Action, addr: u64, size: u64, time_us: u64) -> Event {
+        Event { action, addr, size, stream: 0, time_us, pool: None, stack: None }
+    }
+
+    /// The example of `docs/trace-format.md`.
+    fn example() -> Snapshot {
+        let mut table = StackTable::default();
+        let frame = Frame { name: "step".into(), filename: "train.py".into(), line: 42 };
+        let frame = table.intern(frame).unwrap();
+        let stack = table.push(None, frame);
+        let address = 0x7f00_0000_0000;
+        let time = 1_763_000_000_000_000;
+        let block = |address, size, requested_size, state, stack| Block {
+            address,
+            size,
+            requested_size,
+            state,
+            stack,
+        };
+        let segment = Segment {
+            device: 0,
+            address,
+            total_size: 2 << 20,
+            stream: 0,
+            large: false,
+            pool: (0, 0),
+            expandable: false,
+            stack: None,
+            blocks: vec![
+                block(address, 1024, 1000, BlockState::Allocated, stack),
+                block(address + 1024, (2 << 20) - 1024, 0, BlockState::Inactive, None),
+            ],
+        };
+        let events = [
+            event(Action::SegmentAlloc, address, 2 << 20, time),
+            Event { stack, ..event(Action::Alloc, address, 1000, time + 5) },
+            Event { stack, ..event(Action::Alloc, address + 1024, 512, time + 9) },
+            Event { stack, ..event(Action::FreeRequested, address + 1024, 512, time + 300) },
+            Event { stack, ..event(Action::FreeCompleted, address + 1024, 512, time + 300) },
+        ];
+        Snapshot {
+            segments: vec![segment],
+            devices: vec![events.into_iter().collect()],
+            settings: Settings {
+                conf: Some("backend:native".to_owned()),
+                max_split_size: Some(-1),
+                expandable_segments: Some(false),
+                ..Settings::default()
+            },
+            stacks: table.finish(),
+        }
+    }
+
+    /// The bytes of the page: in its `hex` block, what stands before the bar.
+    #[test]
+    fn the_example_of_the_page_is_the_truth() {
+        let page = include_str!("../../../docs/trace-format.md");
+        let block = page.split("```hex\n").nth(1).and_then(|rest| rest.split("```").next());
+        let written: Vec<u8> = block
+            .expect("the page has its example")
+            .lines()
+            .flat_map(|line| line.split('|').next().unwrap_or("").split_whitespace())
+            .map(|byte| u8::from_str_radix(byte, 16).unwrap())
+            .collect();
+        let bytes = bare(&example());
+        let hex = |bytes: &[u8]| bytes.iter().map(|b| format!("{b:02x} ")).collect::<String>();
+        assert_eq!(hex(&written), hex(&bytes));
+        assert_eq!(load(&written).unwrap(), example());
+    }
+
+    #[test]
+    fn every_cut_is_an_error_that_names_the_format() {
+        let bytes = bare(&example());
+        for len in MAGIC.len()..bytes.len() {
+            let error = load(&bytes[..len]).expect_err("cut short").to_string();
+            assert!(error.starts_with("the Cushion trace cannot be read: at byte"), "{error}");
+        }
+    }
+
+    #[test]
+    fn another_version_is_told_apart() {
+        let mut bytes = bare(&example());
+        bytes[MAGIC.len()] = 2;
+        let error = load(&bytes).expect_err("from the future").to_string();
+        assert!(error.contains("at byte 7 "), "{error}");
+        assert!(error.contains("expected version 1, the one this program knows"), "{error}");
+        assert!(error.ends_with("found version 2"), "{error}");
+    }
+
+    /// Counts in the billions, and little behind them: an error, soon and in little memory.
+    #[test]
+    fn counts_are_not_believed() {
+        let limits = Limits { memory_bytes: 1 << 20, ..Limits::default() };
+        let start = [MAGIC, &[VERSION, FROM_TORCH]].concat();
+        let huge = [0xff, 0xff, 0xff, 0xff, 0x7f];
+        let parts: [&[u8]; 5] =
+            [b"A\x04", b"A\0T", b"A\0T\0F\0S\0M", b"A\0T\0F\0S\0M\0E", b"A\x01"];
+        for part in parts {
+            let header = [&start[..], part, &huge].concat();
+            let cut = open::read(&header[..], &limits).expect_err("nothing follows");
+            assert!(matches!(cut, TraceError::Broken { .. }), "{cut}");
+            // Zeros are values of every kind: texts, segments, devices.
+            let zeros = [header, vec![0; 4 << 20]].concat();
+            let full = open::read(&zeros[..], &limits).expect_err("over the limit");
+            let limit = matches!(full, TraceError::Limit { field: "memory_bytes", .. });
+            assert!(limit, "{}: {full}", part.escape_ascii());
+        }
+    }
+
+    #[test]
+    fn what_does_not_exist_cannot_be_referred_to() {
+        let fault = |part: &[u8]| {
+            let bytes = [MAGIC, &[VERSION, FROM_TORCH], part].concat();
+            load(&bytes).expect_err("unsound").to_string()
+        };
+        for (part, expected, found) in [
+            (&b"B"[..], "the part `A`", "the byte 0x42"),
+            (b"A\x80\x10", "bits of the 11 settings", "the bits 0x800"),
+            (b"A\x80\x01\x02", "0 or 1", "the byte 0x02"),
+            (b"A\0T\x01\x02\xc3\x28", "text in UTF-8", "other bytes"),
+            (b"A\0T\x01\0F\x01\0\x01", "one of 1 texts", "number 1"),
+            (b"A\0T\x01\0F\x02\0\0\0\0\0\0", "a frame that was not listed before", "one that was"),
+            (b"A\0T\x01\0F\x01\0\0\0S\x01\x01", "one of 1 frames", "number 1"),
+            // A stack that calls itself.
+            (b"A\0T\x01\0F\x01\0\0\0S\x01\0\x01", "one of 0 stacks", "number 1"),
+            (b"A\0T\0F\0S\0M\x01\x10", "no bits but 0x0f", "the byte 0x10"),
+            (b"A\0T\0F\0S\0M\x01\x08\0\0\0\0\x01", "one of 0 stacks", "number 1"),
+            (b"A\0T\0F\0S\0M\x01\0\0\0\0\0\x01\x03", "a state from 0 to 2", "state 3"),
+            (b"A\0T\0F\0S\0M\0E\x01\x81\x80\x04", "a group of at most 65536 events", "more"),
+            (b"A\0T\0F\0S\0M\0E\0Z\0\x01", "the count of events, 0", "1"),
+        ] {
+            let error = fault(part);
+            let end = format!("expected {expected}, found {found}");
+            assert!(error.ends_with(&end), "{}: {error}", part.escape_ascii());
+        }
+        let mut other = bare(&example());
+        other[MAGIC.len() + 1] = 9;
+        assert!(load(&other).is_err());
     }
 }

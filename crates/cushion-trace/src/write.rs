@@ -320,3 +320,217 @@ fn put_settings<'a, S: Sink<'a>>(settings: &'a Settings, sink: &mut S) -> io::Re
     }
     sink.close_dict()
 }
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+    use serde_json::Value;
+
+    use super::*;
+    use crate::open::{Limits, read};
+    use crate::own::tests::any_snapshot;
+    use crate::pickle::write as opcodes;
+    use crate::stacks::Frame;
+
+    fn pickle(snapshot: &Snapshot) -> Vec<u8> {
+        let mut out = Vec::new();
+        put_snapshot(&Ready::whole(snapshot), &mut pickle::Pickle::new(&mut out).unwrap()).unwrap();
+        out
+    }
+
+    fn json(snapshot: &Snapshot) -> Vec<u8> {
+        let mut out = Vec::new();
+        put_snapshot(&Ready::whole(snapshot), &mut json::Json::new(&mut out)).unwrap();
+        out
+    }
+
+    /// JSON as the pickle that says the same, to be read by the same reader.
+    fn as_pickle(value: &Value) -> Vec<u8> {
+        match value {
+            Value::Object(items) => {
+                let items: Vec<_> =
+                    items.iter().map(|(key, value)| (key.as_str(), as_pickle(value))).collect();
+                opcodes::dict(&items)
+            }
+            Value::Array(values) => {
+                opcodes::list(&values.iter().map(as_pickle).collect::<Vec<_>>())
+            }
+            Value::String(text) => opcodes::text(text),
+            Value::Bool(flag) => vec![if *flag { 0x88 } else { 0x89 }],
+            Value::Null => vec![b'N'],
+            Value::Number(number) => match (number.as_i64(), number.as_u64()) {
+                (Some(int), _) => opcodes::int(int),
+                (_, Some(int)) => [&[0x8a, 9][..], &int.to_le_bytes(), &[0]].concat(),
+                _ => [&b"G"[..], &number.as_f64().unwrap().to_be_bytes()].concat(),
+            },
+        }
+    }
+
+    /// A snapshot with its stacks written out: their numbers may differ from one reading to another.
+    type Plain = (Vec<(Segment, Vec<Vec<Frame>>)>, Vec<Vec<(Event, Vec<Frame>)>>, Settings);
+
+    fn plain(snapshot: &Snapshot) -> Plain {
+        let frames = |stack: &mut Option<StackId>| -> Vec<Frame> {
+            stack.take().into_iter().flat_map(|id| snapshot.stacks.frames(id)).cloned().collect()
+        };
+        let segments = snapshot.segments.iter().map(|segment| {
+            let mut segment = segment.clone();
+            let mut all = vec![frames(&mut segment.stack)];
+            all.extend(segment.blocks.iter_mut().map(|block| frames(&mut block.stack)));
+            (segment, all)
+        });
+        let devices = snapshot.devices.iter().map(|events| {
+            let plain = events.iter().map(|mut event| {
+                let frames = frames(&mut event.stack);
+                (event, frames)
+            });
+            plain.collect()
+        });
+        (segments.collect(), devices.collect(), snapshot.settings.clone())
+    }
+
+    fn load(bytes: &[u8]) -> Snapshot {
+        read(bytes, &Limits::default()).unwrap()
+    }
+
+    proptest! {
+        #[test]
+        fn what_is_written_is_read_again(snapshot in any_snapshot()) {
+            let expected = plain(&snapshot);
+            prop_assert_eq!(&plain(&load(&pickle(&snapshot))), &expected);
+            let value = serde_json::from_slice(&json(&snapshot)).unwrap();
+            let read = load(&[as_pickle(&value), b".".to_vec()].concat());
+            prop_assert_eq!(&plain(&read), &expected);
+        }
+    }
+
+    /// The keys of PyTorch 2.11, and no others.
+    #[test]
+    fn the_keys_are_pytorchs() {
+        let block = Block {
+            address: 512,
+            size: 512,
+            requested_size: 500,
+            state: BlockState::PendingFree,
+            stack: None,
+        };
+        let segment = Segment {
+            device: 0,
+            address: 512,
+            total_size: 1024,
+            stream: 0,
+            large: false,
+            pool: (0, 1),
+            expandable: true,
+            stack: None,
+            blocks: vec![
+                block,
+                Block { address: 1024, state: BlockState::Allocated, ..block },
+                Block { address: 1536, state: BlockState::Inactive, ..block },
+            ],
+        };
+        let event = Event {
+            action: Action::Oom,
+            addr: 77,
+            size: 88,
+            stream: u64::MAX,
+            time_us: 99,
+            pool: Some((0, 1)),
+            stack: None,
+        };
+        let free = Event { action: Action::FreeRequested, pool: None, ..event };
+        let snapshot = Snapshot {
+            segments: vec![segment],
+            devices: vec![[event, free].into_iter().collect()],
+            settings: Settings::default(),
+            stacks: Stacks::default(),
+        };
+        let written: Value = serde_json::from_slice(&json(&snapshot)).unwrap();
+        let block = |address, state| {
+            serde_json::json!({
+                "address": address, "size": 512, "requested_size": 500, "state": state, "frames": [],
+            })
+        };
+        let expected = serde_json::json!({
+            "segments": [{
+                "device": 0, "address": 512, "total_size": 1024, "allocated_size": 512,
+                "active_size": 1024, "requested_size": 1000, "stream": 0, "segment_type": "small",
+                "segment_pool_id": [0, 1], "is_expandable": true, "frames": [],
+                "blocks": [
+                    block(512, "active_pending_free"),
+                    block(1024, "active_allocated"),
+                    block(1536, "inactive"),
+                ],
+            }],
+            "device_traces": [[
+                {
+                    "action": "oom", "device_free": 77, "size": 88, "stream": -1, "time_us": 99,
+                    "compile_context": "N/A", "user_metadata": "", "pool_id": [0, 1],
+                },
+                {
+                    "action": "free_requested", "addr": 77, "size": 88, "stream": -1, "time_us": 99,
+                    "compile_context": "N/A", "user_metadata": "",
+                },
+            ]],
+            "allocator_settings": {},
+            "external_annotations": [],
+        });
+        assert_eq!(written, expected);
+    }
+
+    /// A list of many events comes in pieces the viewer can take, and stacks are written once.
+    #[test]
+    fn long_lists_and_shared_stacks() {
+        let mut table = crate::stacks::StackTable::default();
+        let frame = Frame { name: "f".into(), filename: "only_once.py".into(), line: 1 };
+        let frame = table.intern(frame).unwrap();
+        let stack = table.push(None, frame);
+        let event = Event {
+            action: Action::Snapshot,
+            addr: 0,
+            size: 0,
+            stream: 0,
+            time_us: 0,
+            pool: None,
+            stack,
+        };
+        let snapshot = Snapshot {
+            segments: Vec::new(),
+            devices: vec![std::iter::repeat_n(event, 2500).collect()],
+            settings: Settings::default(),
+            stacks: table.finish(),
+        };
+        let bytes = pickle(&snapshot);
+        assert_eq!(load(&bytes), snapshot);
+        let text = b"only_once.py";
+        assert_eq!(bytes.windows(text.len()).filter(|window| window == text).count(), 1);
+        // A thousand, a thousand, and five hundred; the frame; the list of devices.
+        let appends = bytes.iter().filter(|&&byte| byte == crate::pickle::op::APPENDS).count();
+        assert!(appends >= 5, "{appends}");
+        assert!(bytes.len() < 2500 * 40, "{}", bytes.len());
+    }
+
+    #[test]
+    fn a_full_disk_is_an_error() {
+        struct Full(usize);
+        impl Write for Full {
+            fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+                self.0 = self.0.checked_sub(bytes.len()).ok_or(io::ErrorKind::StorageFull)?;
+                Ok(bytes.len())
+            }
+            fn flush(&mut self) -> io::Result<()> {
+                Ok(())
+            }
+        }
+        let snapshot = Snapshot {
+            segments: Vec::new(),
+            devices: Vec::new(),
+            settings: Settings::default(),
+            stacks: Stacks::default(),
+        };
+        for format in [Format::Cushion, Format::Pickle, Format::Json] {
+            let error = write_snapshot(&snapshot, format, Full(12)).expect_err("no room");
+            assert_eq!(error.kind(), io::ErrorKind::StorageFull, "{format:?}");
+        }
+    }
+}
