@@ -58,18 +58,55 @@ fn time_column(action: Action) -> usize {
     if action == Action::FreeCompleted { COMPLETED } else { TIMES }
 }
 
+/// The sizes last seen at the addresses of a group, by their numbers, and which of them the event
+/// before was at.
+#[derive(Debug, Default)]
+struct Sizes {
+    last: Vec<u64>,
+    here: Option<usize>,
+}
+
+impl Sizes {
+    /// The size that an event has unless it says so: a free is of what was at its address, all else
+    /// is like the event before.
+    fn expected(&self, action: Action, before: u64) -> u64 {
+        match (action, self.here) {
+            (Action::FreeRequested | Action::FreeCompleted, Some(here)) => self.last[here],
+            _ => before,
+        }
+    }
+
+    fn new_address(&mut self) {
+        self.here = Some(self.last.len());
+        self.last.push(0);
+    }
+
+    fn note(&mut self, size: u64) {
+        if let Some(here) = self.here {
+            self.last[here] = size;
+        }
+    }
+
+    fn clear(&mut self) {
+        self.last.clear();
+        self.here = None;
+    }
+}
+
 /// A group in the making.
 #[derive(Debug)]
 pub(crate) struct Encoder {
     columns: [Vec<u8>; COLUMNS],
     before: Event,
     /// The number of each address of the group.
-    known: HashMap<u64, u64>,
+    known: HashMap<u64, usize>,
+    sizes: Sizes,
 }
 
 impl Default for Encoder {
     fn default() -> Self {
-        Self { columns: Default::default(), before: NOTHING, known: HashMap::new() }
+        let (columns, known, sizes) = Default::default();
+        Self { columns, before: NOTHING, known, sizes }
     }
 }
 
@@ -79,12 +116,14 @@ impl Encoder {
         let before = &self.before;
         let mut head = event.action.code();
         if event.addr != before.addr {
-            let next = self.known.len() as u64;
+            let next = self.known.len();
             let number = *self.known.entry(event.addr).or_insert(next);
             if number < next {
                 head |= ADDR_KNOWN;
-                put_number(&mut self.columns[KNOWN], number);
+                put_number(&mut self.columns[KNOWN], number as u64);
+                self.sizes.here = Some(number);
             } else {
+                self.sizes.new_address();
                 let moved = event.addr.wrapping_sub(before.addr).cast_signed();
                 if moved.trailing_zeros() >= ALIGN_BITS {
                     head |= ADDR_NEW_ALIGNED;
@@ -95,10 +134,11 @@ impl Encoder {
                 }
             }
         }
-        if event.size != before.size {
+        if event.size != self.sizes.expected(event.action, before.size) {
             head |= SIZE;
             put_number(&mut self.columns[SIZES], event.size);
         }
+        self.sizes.note(event.size);
         let later = event.time_us.wrapping_sub(before.time_us).cast_signed();
         put_number(&mut self.columns[time_column(event.action)], zigzag(later));
         let mut more = 0;
@@ -146,6 +186,7 @@ impl Encoder {
         }
         self.before = NOTHING;
         self.known.clear();
+        self.sizes.clear();
         Ok(())
     }
 }
@@ -164,13 +205,14 @@ struct Column {
 pub(crate) struct Decoder {
     columns: [Column; COLUMNS],
     addresses: Vec<u64>,
+    sizes: Sizes,
 }
 
 impl Decoder {
     /// About how many bytes of memory it holds.
     pub(crate) fn held(&self) -> usize {
         let columns: usize = self.columns.iter().map(|column| column.bytes.capacity()).sum();
-        columns + self.addresses.capacity() * size_of::<u64>()
+        columns + (self.addresses.capacity() + self.sizes.last.capacity()) * size_of::<u64>()
     }
 
     /// Reads the columns of a group whose count of events, `count`, has been read.
@@ -197,8 +239,9 @@ impl Decoder {
         stacks: usize,
         mut each: impl FnMut(Event),
     ) -> Result<(), TraceError> {
-        let Self { columns, addresses } = self;
+        let Self { columns, addresses, sizes } = self;
         addresses.clear();
+        sizes.clear();
         let mut event = NOTHING;
         for i in 0..columns[HEADS].bytes.len() {
             let head = columns[HEADS].byte()?;
@@ -212,22 +255,27 @@ impl Decoder {
                     let column = &mut columns[KNOWN];
                     let offset = column.offset();
                     let number = column.number()?;
-                    let address = usize::try_from(number).ok().and_then(|n| addresses.get(n));
-                    event.addr = *address.ok_or_else(|| {
+                    let place = usize::try_from(number).ok().filter(|&n| n < addresses.len());
+                    let place = place.ok_or_else(|| {
                         let expected = format!("one of {} addresses", addresses.len());
                         TraceError::broken(offset, expected, format!("number {number}"))
                     })?;
+                    event.addr = addresses[place];
+                    sizes.here = Some(place);
                 }
                 new => {
                     let moved = unzigzag(columns[NEW].number()?);
                     let shift = if new == ADDR_NEW_ALIGNED { ALIGN_BITS } else { 0 };
                     event.addr = event.addr.wrapping_add_signed(moved << shift);
                     addresses.push(event.addr);
+                    sizes.new_address();
                 }
             }
-            if head & SIZE != 0 {
-                event.size = columns[SIZES].number()?;
-            }
+            event.size = match head & SIZE {
+                0 => sizes.expected(event.action, event.size),
+                _ => columns[SIZES].number()?,
+            };
+            sizes.note(event.size);
             let later = unzigzag(columns[time_column(event.action)].number()?);
             event.time_us = event.time_us.wrapping_add_signed(later);
             if head & MORE != 0 {
