@@ -8,7 +8,7 @@ use std::path::Path;
 
 use anyhow::{Context as _, bail};
 use cushion_core::size::display;
-use cushion_trace::{Format, Limits, Snapshot, Written, read, write_snapshot};
+use cushion_trace::{FileFormat, Limits, Snapshot, Written, read, write_snapshot};
 use flate2::Compression;
 use flate2::write::GzEncoder;
 
@@ -55,7 +55,7 @@ fn name(path: &Path) -> String {
 /// What is written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Target {
-    format: Format,
+    format: FileFormat,
     gzip: bool,
 }
 
@@ -68,19 +68,19 @@ impl Target {
             None => (lower.as_str(), false),
         };
         let format = match args.to {
-            Some(FormatArg::Cushion) => Format::Cushion,
-            Some(FormatArg::Pickle) => Format::Pickle,
-            Some(FormatArg::Json) => Format::Json,
-            None if stem.ends_with(".cushion") => Format::Cushion,
-            None if stem.ends_with(".pickle") || stem.ends_with(".pkl") => Format::Pickle,
-            None if stem.ends_with(".json") => Format::Json,
+            Some(FormatArg::Cushion) => FileFormat::Cushion,
+            Some(FormatArg::Pickle) => FileFormat::Pickle,
+            Some(FormatArg::Json) => FileFormat::Json,
+            None if stem.ends_with(".cushion") => FileFormat::Cushion,
+            None if stem.ends_with(".pickle") || stem.ends_with(".pkl") => FileFormat::Pickle,
+            None if stem.ends_with(".json") => FileFormat::Json,
             None => bail!(
                 "what to write? The output's name ends in none of .cushion, .pickle, .pkl and \
                  .json: give --to cushion, pickle or json"
             ),
         };
         // Cushion's own trace has its gzip inside.
-        Ok(Self { format, gzip: gzip && format != Format::Cushion })
+        Ok(Self { format, gzip: gzip && format != FileFormat::Cushion })
     }
 
     /// Writes it; with the count of bytes that went out.

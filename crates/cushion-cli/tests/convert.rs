@@ -171,7 +171,7 @@ mod tests {
             events[..100].iter().copied().chain([stray]).chain(events[100..].iter().copied());
         snapshot.devices[0] = mixed.collect();
         let file = fs::File::create(&broken).unwrap();
-        cushion_trace::write_snapshot(&snapshot, cushion_trace::Format::Cushion, file).unwrap();
+        cushion_trace::write_snapshot(&snapshot, cushion_trace::FileFormat::Cushion, file).unwrap();
 
         let told = convert(&broken, &json);
         assert!(told.contains(", 2358 events\n"), "{told}");

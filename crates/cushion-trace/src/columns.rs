@@ -224,7 +224,7 @@ impl Decoder {
             let most = 20 * count as u64;
             if len > most {
                 let expected = format!("a column of at most {most} bytes");
-                return Err(TraceError::broken(offset, expected, format!("one of {len}")));
+                return Err(broken(offset, expected, format!("one of {len}")));
             }
             column.start = source.offset();
             column.at = 0;
@@ -247,7 +247,7 @@ impl Decoder {
             let head = columns[HEADS].byte()?;
             event.action = Action::of_code(head & ACTION).ok_or_else(|| {
                 let offset = columns[HEADS].start + i as u64;
-                TraceError::broken(offset, "an action", format!("number {}", head & ACTION))
+                broken(offset, "an action", format!("number {}", head & ACTION))
             })?;
             match head & ADDR {
                 ADDR_SAME => {}
@@ -258,7 +258,7 @@ impl Decoder {
                     let place = usize::try_from(number).ok().filter(|&n| n < addresses.len());
                     let place = place.ok_or_else(|| {
                         let expected = format!("one of {} addresses", addresses.len());
-                        TraceError::broken(offset, expected, format!("number {number}"))
+                        broken(offset, expected, format!("number {number}"))
                     })?;
                     event.addr = addresses[place];
                     sizes.here = Some(place);
@@ -287,7 +287,7 @@ impl Decoder {
             None => Ok(()),
             Some(column) => {
                 let left = format!("{} bytes more", column.bytes.len() - column.at);
-                Err(TraceError::broken(column.offset(), "the end of the column", left))
+                Err(broken(column.offset(), "the end of the column", left))
             }
         }
     }
@@ -325,7 +325,7 @@ pub(crate) fn stack_of(
         Ok(small) if number <= stacks as u64 => Ok(StackId::of_number(small)),
         _ => {
             let expected = format!("one of {stacks} stacks");
-            Err(TraceError::broken(offset, expected, format!("number {number}")))
+            Err(broken(offset, expected, format!("number {number}")))
         }
     }
 }
@@ -344,7 +344,7 @@ impl Column {
             }
             None => {
                 let expected = "one more byte in the column";
-                Err(TraceError::broken(self.offset(), expected, "its end"))
+                Err(broken(self.offset(), expected, "its end"))
             }
         }
     }
@@ -354,6 +354,15 @@ impl Column {
         let start = self.offset();
         read_number(start, || self.byte())
     }
+}
+
+/// What is wrong with a Cushion trace, and where.
+pub(crate) fn broken(
+    offset: u64,
+    expected: impl Into<String>,
+    found: impl Into<String>,
+) -> TraceError {
+    TraceError::pickle(offset, expected, found).in_format("Cushion trace")
 }
 
 /// The next number of the file itself.
@@ -380,7 +389,7 @@ fn read_number(
             return Ok(number);
         }
     }
-    Err(TraceError::broken(start, "a number of at most 64 bits", "a longer one"))
+    Err(broken(start, "a number of at most 64 bits", "a longer one"))
 }
 
 #[cfg(test)]

@@ -79,15 +79,6 @@ impl TraceError {
         Self::Broken { format, offset, expected: expected.into(), found: found.into() }
     }
 
-    /// A broken trace of Cushion's own.
-    pub(crate) fn broken(
-        offset: u64,
-        expected: impl Into<String>,
-        found: impl Into<String>,
-    ) -> Self {
-        Self::pickle(offset, expected, found).in_format("Cushion trace")
-    }
-
     /// The same error, in a file of this format.
     pub(crate) fn in_format(mut self, name: &'static str) -> Self {
         if let Self::Broken { format, .. } = &mut self {

@@ -33,4 +33,4 @@ pub use program::Program;
 pub use replay::{Difference, Outcome, Refusal, ReplayConfig, replay};
 pub use snapshot::{Action, Block, BlockState, Event, Segment, Settings, Snapshot};
 pub use stacks::{Frame, StackId, Stacks};
-pub use write::{Format, Written, write_snapshot};
+pub use write::{FileFormat, Written, write_snapshot};

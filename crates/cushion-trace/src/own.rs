@@ -11,7 +11,7 @@ use std::sync::Arc;
 use flate2::Compression;
 use flate2::write::GzEncoder;
 
-use crate::columns::{Decoder, Encoder, GROUP, number, stack_of};
+use crate::columns::{Decoder, Encoder, GROUP, broken, number, stack_of};
 use crate::error::TraceError;
 use crate::events::Events;
 use crate::open::Source;
@@ -256,13 +256,13 @@ pub(crate) fn read(source: &mut Source<'_>) -> Result<Snapshot, TraceError> {
     let version = reader.source.byte()?;
     if version != VERSION {
         let expected = format!("version {VERSION}, the one this program knows");
-        return Err(TraceError::broken(offset, expected, format!("version {version}")));
+        return Err(broken(offset, expected, format!("version {version}")));
     }
     let offset = reader.source.offset();
     let origin = reader.source.byte()?;
     if origin != FROM_TORCH {
         let expected = "0, for events of PyTorch";
-        return Err(TraceError::broken(offset, expected, format!("{origin}")));
+        return Err(broken(offset, expected, format!("{origin}")));
     }
     let settings = reader.settings()?;
     let stacks = reader.stacks()?;
@@ -287,7 +287,7 @@ impl Reader<'_, '_> {
             return Ok(());
         }
         let expected = format!("the part `{}`", letter as char);
-        Err(TraceError::broken(offset, expected, format!("the byte {byte:#04x}")))
+        Err(broken(offset, expected, format!("the byte {byte:#04x}")))
     }
 
     fn number(&mut self) -> Result<u64, TraceError> {
@@ -319,7 +319,7 @@ impl Reader<'_, '_> {
             Ok(text) => Ok(text.into()),
             Err(error) => {
                 let offset = offset + error.valid_up_to() as u64;
-                Err(TraceError::broken(offset, "text in UTF-8", "other bytes"))
+                Err(broken(offset, "text in UTF-8", "other bytes"))
             }
         }
     }
@@ -329,7 +329,7 @@ impl Reader<'_, '_> {
         match self.source.byte()? {
             0 => Ok(false),
             1 => Ok(true),
-            byte => Err(TraceError::broken(offset, "0 or 1", format!("the byte {byte:#04x}"))),
+            byte => Err(broken(offset, "0 or 1", format!("the byte {byte:#04x}"))),
         }
     }
 
@@ -339,7 +339,7 @@ impl Reader<'_, '_> {
         let which = self.number()?;
         if which >> 11 != 0 {
             let found = format!("the bits {which:#x}");
-            return Err(TraceError::broken(offset, "bits of the 11 settings", found));
+            return Err(broken(offset, "bits of the 11 settings", found));
         }
         let has = |bit: u32| which >> bit & 1 != 0;
         let mut settings = Settings::default();
@@ -396,13 +396,12 @@ impl Reader<'_, '_> {
             let [name, filename] = [self.known_text(&texts)?, self.known_text(&texts)?];
             let at = self.source.offset();
             let line = self.number()?;
-            let line = u32::try_from(line).map_err(|_| {
-                TraceError::broken(at, "a line of at most 32 bits", format!("line {line}"))
-            })?;
+            let line = u32::try_from(line)
+                .map_err(|_| broken(at, "a line of at most 32 bits", format!("line {line}")))?;
             table.intern(Frame { name, filename, line });
             if table.counts().0 as u64 != place + 1 {
                 let expected = "a frame that was not listed before";
-                return Err(TraceError::broken(offset, expected, "one that was"));
+                return Err(broken(offset, expected, "one that was"));
             }
             self.within(self.held.saturating_add(table.held()))?;
         }
@@ -413,7 +412,7 @@ impl Reader<'_, '_> {
             let frame = self.number()?;
             let frame = table.frame_of_number(frame).ok_or_else(|| {
                 let expected = format!("one of {count} frames");
-                TraceError::broken(offset, expected, format!("number {frame}"))
+                broken(offset, expected, format!("number {frame}"))
             })?;
             // A stack is called from one that was listed before it, so there are no circles.
             let at = self.source.offset();
@@ -422,7 +421,7 @@ impl Reader<'_, '_> {
             table.push(caller, frame);
             if table.counts().1 as u64 != place + 1 {
                 let expected = "a stack that was not listed before";
-                return Err(TraceError::broken(offset, expected, "one that was"));
+                return Err(broken(offset, expected, "one that was"));
             }
             self.within(self.held.saturating_add(table.held()))?;
         }
@@ -436,7 +435,7 @@ impl Reader<'_, '_> {
         let text = usize::try_from(number).ok().and_then(|number| texts.get(number));
         text.cloned().ok_or_else(|| {
             let expected = format!("one of {} texts", texts.len());
-            TraceError::broken(offset, expected, format!("number {number}"))
+            broken(offset, expected, format!("number {number}"))
         })
     }
 
@@ -456,7 +455,7 @@ impl Reader<'_, '_> {
         let offset = self.source.offset();
         let device = self.number()?;
         let device = u32::try_from(device).map_err(|_| {
-            TraceError::broken(offset, "a device of at most 32 bits", format!("device {device}"))
+            broken(offset, "a device of at most 32 bits", format!("device {device}"))
         })?;
         let [address, total_size, stream] = [self.number()?, self.number()?, self.number()?];
         let pool = match head & PRIVATE {
@@ -484,7 +483,7 @@ impl Reader<'_, '_> {
             2 => BlockState::Inactive,
             code => {
                 let found = format!("state {code}");
-                return Err(TraceError::broken(offset, "a state from 0 to 2", found));
+                return Err(broken(offset, "a state from 0 to 2", found));
             }
         };
         let size = self.number()?;
@@ -501,7 +500,7 @@ impl Reader<'_, '_> {
             return Ok(head);
         }
         let expected = format!("no bits but {bits:#04x}");
-        Err(TraceError::broken(offset, expected, format!("the byte {head:#04x}")))
+        Err(broken(offset, expected, format!("the byte {head:#04x}")))
     }
 
     fn stack(&mut self, here: bool, stacks: usize) -> Result<Option<StackId>, TraceError> {
@@ -526,7 +525,7 @@ impl Reader<'_, '_> {
                 };
                 let Some(count) = count else {
                     let expected = format!("a group of at most {GROUP} events");
-                    return Err(TraceError::broken(offset, expected, "more"));
+                    return Err(broken(offset, expected, "more"));
                 };
                 decoder.fill(count, self.source)?;
                 decoder.decode(stacks, |event| events.push(event))?;
@@ -548,7 +547,7 @@ impl Reader<'_, '_> {
             let said = self.number()?;
             if said != count {
                 let expected = format!("the count of {what}, {count}");
-                return Err(TraceError::broken(offset, expected, format!("{said}")));
+                return Err(broken(offset, expected, format!("{said}")));
             }
         }
         Ok(())

@@ -186,7 +186,7 @@ mod tests {
 
     use super::*;
     use crate::open::{Limits, read};
-    use crate::write::{Format, write_snapshot};
+    use crate::write::{FileFormat, write_snapshot};
 
     fn snapshot(segments: Vec<Segment>, events: &[Event]) -> Snapshot {
         let devices = vec![events.iter().copied().collect()];
@@ -196,7 +196,7 @@ mod tests {
 
     fn written(snapshot: &Snapshot) -> (Written, Snapshot) {
         let mut bytes = Vec::new();
-        let written = write_snapshot(snapshot, Format::Pickle, &mut bytes).unwrap();
+        let written = write_snapshot(snapshot, FileFormat::Pickle, &mut bytes).unwrap();
         (written, read(&bytes[..], &Limits::default()).unwrap())
     }
 
@@ -333,7 +333,7 @@ mod tests {
         assert_eq!(read.devices[0].get(0), given.devices[0].get(2));
         // Cushion's own format keeps them all.
         let mut own = Vec::new();
-        let said = write_snapshot(&given, Format::Cushion, &mut own).unwrap();
+        let said = write_snapshot(&given, FileFormat::Cushion, &mut own).unwrap();
         assert_eq!((said.events, said.left_out), (6, 0));
         assert_eq!(read_own(&own), given);
     }

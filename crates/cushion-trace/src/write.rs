@@ -16,7 +16,7 @@ use crate::viewer::Ready;
 
 /// The kinds of file that can be written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Format {
+pub enum FileFormat {
     /// Cushion's own trace, which has all that was read, in gzip.
     Cushion,
     /// What `torch.cuda.memory._dump_snapshot()` writes: a pickle, of protocol 4.
@@ -42,14 +42,18 @@ pub struct Written {
 
 /// Writes a snapshot; the bytes go out as they are made.
 ///
-/// [`Format::Cushion`] keeps all of it. The other two are for PyTorch's viewer and tools, which have
+/// [`FileFormat::Cushion`] keeps all of it. The other two are for PyTorch's viewer and tools, which have
 /// to be able to go back from the segments through the events: what does not fit is left out.
 ///
 /// # Errors
 ///
 /// When `out` cannot be written to.
-pub fn write_snapshot(snapshot: &Snapshot, format: Format, out: impl Write) -> io::Result<Written> {
-    if format == Format::Cushion {
+pub fn write_snapshot(
+    snapshot: &Snapshot,
+    format: FileFormat,
+    out: impl Write,
+) -> io::Result<Written> {
+    if format == FileFormat::Cushion {
         own::write(snapshot, out)?;
         let events = snapshot.devices.iter().map(|events| events.len() as u64).sum();
         return Ok(Written { events, ..Written::default() });
@@ -57,7 +61,7 @@ pub fn write_snapshot(snapshot: &Snapshot, format: Format, out: impl Write) -> i
     let ready = Ready::of(snapshot);
     let mut out = BufWriter::with_capacity(1 << 16, out);
     match format {
-        Format::Json => put_snapshot(&ready, &mut json::Json::new(&mut out))?,
+        FileFormat::Json => put_snapshot(&ready, &mut json::Json::new(&mut out))?,
         _ => put_snapshot(&ready, &mut pickle::Pickle::new(&mut out)?)?,
     }
     out.flush()?;
@@ -528,7 +532,7 @@ mod tests {
             settings: Settings::default(),
             stacks: Stacks::default(),
         };
-        for format in [Format::Cushion, Format::Pickle, Format::Json] {
+        for format in [FileFormat::Cushion, FileFormat::Pickle, FileFormat::Json] {
             let error = write_snapshot(&snapshot, format, Full(12)).expect_err("no room");
             assert_eq!(error.kind(), io::ErrorKind::StorageFull, "{format:?}");
         }
