@@ -1,9 +1,10 @@
 # Every check that runs in CI is a target here.
 CARGO ?= cargo
 TRACES ?=
+MEMORYVIZ_JS ?=
 CUSHION = $(or $(CARGO_TARGET_DIR),target)/release/cushion
 
-.PHONY: help test demo bench docs verify clean
+.PHONY: help test test-viz demo bench docs verify clean
 
 help: ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -13,6 +14,11 @@ test: ## format, lints, documentation, every test that needs no GPU
 	$(CARGO) clippy --workspace --all-targets --locked -- -D warnings
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --workspace --no-deps --locked --quiet
 	$(CARGO) test --workspace --locked
+	@$(MAKE) --no-print-directory test-viz
+
+test-viz: ## converted snapshots in PyTorch's own tools (MEMORYVIZ_JS=PATH for its viewer too)
+	@$(CARGO) build --release --locked --quiet --bin cushion
+	@sh scripts/test-viz.sh $(CUSHION) "$(MEMORYVIZ_JS)"
 
 demo: ## replay recorded runs on a simulated 24 GiB card: one policy dies, the other lives
 	@$(CARGO) build --release --locked --quiet --bin cushion

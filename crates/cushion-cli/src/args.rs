@@ -22,6 +22,15 @@ pub(crate) enum Command {
     /// A trace is what `torch.cuda.memory._dump_snapshot()` writes. The exit code is 0 if everything fits, 1 if memory ran out, 2 for bad input, 3 if --verify found a difference; the
     /// highest over all traces.
     Replay(Box<ReplayArgs>),
+    /// Write a trace in another format: to keep it in a tenth of the bytes, or to look at it in
+    /// PyTorch's viewer.
+    ///
+    /// What replay does not look at is not kept: metadata, annotations, compile contexts and host
+    /// memory. A `.cushion` file has all the rest. A pickle or JSON is made so that every view of
+    /// PyTorch's viewer works: events that the viewer could not go back beyond are left out, and
+    /// counted. The exit code is 0, or 2 if the input or the output is no good; then there is no
+    /// output.
+    Convert(ConvertArgs),
     /// Print the reference of all options, as in docs/options.md.
     Options,
 }
@@ -66,6 +75,31 @@ pub(crate) struct ReplayArgs {
     /// One JSON object per line, trace and policy.
     #[arg(long)]
     pub(crate) json: bool,
+}
+
+/// The arguments of `cushion convert`.
+#[derive(Debug, Args)]
+pub(crate) struct ConvertArgs {
+    /// The trace to read, of any kind that `cushion replay` reads; `-` for standard input.
+    pub(crate) input: PathBuf,
+
+    /// The file to write, `-` for standard output. Its name says what it is: .cushion, .pickle, .pkl
+    /// or .json, and .gz behind that for gzip.
+    pub(crate) output: PathBuf,
+
+    /// What to write, in place of what the name of the output says.
+    #[arg(long, value_enum, value_name = "FORMAT")]
+    pub(crate) to: Option<FormatArg>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum FormatArg {
+    /// Cushion's own trace.
+    Cushion,
+    /// What PyTorch writes.
+    Pickle,
+    /// The same as JSON.
+    Json,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]

@@ -7,6 +7,7 @@
 
 mod args;
 mod bytes;
+mod convert;
 mod load;
 mod progress;
 mod replay;
@@ -50,6 +51,7 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> ExitCode {
     };
     let done = match cli.command {
         Command::Replay(args) => replay::run(&args, &mut streams),
+        Command::Convert(args) => convert::run(&args, &mut streams),
         Command::Options => {
             streams.data(format_args!("{}", cushion_core::options::markdown().trim_end()));
             Ok(Verdict::Fits)

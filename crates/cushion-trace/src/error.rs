@@ -16,12 +16,14 @@ pub enum TraceError {
         source: io::Error,
     },
 
-    /// The bytes are no pickle this reader understands, or the file ends too early.
+    /// The bytes are not what their format asks for, or the file ends too early.
     #[error(
-        "the pickle cannot be read: at byte {offset} of the unpacked stream, expected {expected}, \
-         found {found}"
+        "the {format} cannot be read: at byte {offset} of the unpacked stream, expected \
+         {expected}, found {found}"
     )]
-    Pickle {
+    Broken {
+        /// What the file is: a pickle, a Cushion trace.
+        format: &'static str,
         /// Where, in bytes of the unpacked stream.
         offset: u64,
         /// What a sound file would have had there.
@@ -73,7 +75,16 @@ impl TraceError {
         expected: impl Into<String>,
         found: impl Into<String>,
     ) -> Self {
-        Self::Pickle { offset, expected: expected.into(), found: found.into() }
+        let format = "pickle";
+        Self::Broken { format, offset, expected: expected.into(), found: found.into() }
+    }
+
+    /// The same error, in a file of this format.
+    pub(crate) fn in_format(mut self, name: &'static str) -> Self {
+        if let Self::Broken { format, .. } = &mut self {
+            *format = name;
+        }
+        self
     }
 
     /// A pickle that is something else than a snapshot.

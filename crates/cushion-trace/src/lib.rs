@@ -2,18 +2,22 @@
 //! simulated device.
 //!
 //! [`open`] reads a file, [`Program::of`] works out what the recorded program asked for, and
-//! [`replay`] runs it under a policy and says what it took.
+//! [`replay`] runs it under a policy and says what it took. [`write_snapshot`] writes what was read,
+//! as Cushion's own small trace or for PyTorch's viewer.
 
 #![forbid(unsafe_code)]
 
 mod arena;
 mod beginning;
 mod capacity;
+mod columns;
+mod consistency;
 mod error;
 mod events;
 mod floor;
 mod holdings;
 mod open;
+mod own;
 mod pack;
 mod pickle;
 mod pools;
@@ -25,6 +29,10 @@ mod stacks;
 mod steps;
 
 pub use capacity::{CAPACITY_STEP, min_capacity};
+mod viewer;
+mod write;
+
+pub use consistency::{Inconsistency, inconsistencies};
 pub use error::TraceError;
 pub use events::{Events, Iter};
 pub use open::{Limits, open, read};
@@ -34,3 +42,4 @@ pub use replay::{
 };
 pub use snapshot::{Action, Block, BlockState, Event, Segment, Settings, Snapshot};
 pub use stacks::{Frame, StackId, Stacks};
+pub use write::{FileFormat, Written, write_snapshot};

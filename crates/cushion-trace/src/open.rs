@@ -12,6 +12,7 @@ use std::path::Path;
 use flate2::read::MultiGzDecoder;
 
 use crate::error::TraceError;
+use crate::own;
 use crate::pickle::Machine;
 use crate::snapshot::{self, Snapshot};
 
@@ -61,14 +62,22 @@ pub fn read(mut input: impl Read, limits: &Limits) -> Result<Snapshot, TraceErro
     if zipped {
         let mut unzipped = MultiGzDecoder::new(plain);
         let mut source = Source::new(&mut unzipped, limits);
-        let (root, arena) = Machine::new(&mut source).run()?;
+        let snapshot = unpacked(&mut source)?;
         // The checksum lies behind the last byte: only a reader that goes on to the end sees it.
         source.drain()?;
-        snapshot::build(root, arena)
+        Ok(snapshot)
     } else {
-        let (root, arena) = Machine::new(&mut Source::new(&mut plain, limits)).run()?;
-        snapshot::build(root, arena)
+        unpacked(&mut Source::new(&mut plain, limits))
     }
+}
+
+/// Reads what was wrapped: the first bytes tell what it is.
+fn unpacked(source: &mut Source<'_>) -> Result<Snapshot, TraceError> {
+    if source.starts_with(own::MAGIC)? {
+        return own::read(source).map_err(|error| error.in_format(own::FORMAT));
+    }
+    let (root, arena) = Machine::new(source).run()?;
+    snapshot::build(root, arena)
 }
 
 const GZIP_MAGIC: [u8; 2] = [0x1f, 0x8b];
@@ -108,6 +117,13 @@ impl<'r> Source<'r> {
     #[inline]
     pub(crate) fn offset(&self) -> u64 {
         self.base + self.next as u64
+    }
+
+    /// Whether these bytes come next; they stay to be read.
+    pub(crate) fn starts_with(&mut self, start: &[u8]) -> Result<bool, TraceError> {
+        debug_assert!(self.next == 0, "only asked at the start, where the buffer has room");
+        while self.end - self.next < start.len() && self.pull()? > 0 {}
+        Ok(self.buffer[self.next..self.end].starts_with(start))
     }
 
     #[inline]

@@ -49,8 +49,8 @@ impl Memo {
 macro_rules! opcodes {
     ($($name:ident = $byte:literal),* $(,)?) => {
         /// The opcodes that are run, under the names Python's `pickletools` gives them.
-        mod op {
-            $(pub(super) const $name: u8 = $byte;)*
+        pub(crate) mod op {
+            $(pub(crate) const $name: u8 = $byte;)*
         }
     };
 }
@@ -741,7 +741,7 @@ mod tests {
             assert_eq!(value(pickle).unwrap(), expected, "{pickle:?}");
         }
         for pickle in [&b"I\n."[..], b"Ix\n.", b"L--1L\n.", b"Fx\n.", b"\x8b\xff\xff\xff\xff."] {
-            assert!(matches!(error(pickle), TraceError::Pickle { offset: 0, .. }), "{pickle:?}");
+            assert!(matches!(error(pickle), TraceError::Broken { offset: 0, .. }), "{pickle:?}");
         }
     }
 
@@ -794,7 +794,7 @@ mod tests {
             b"}K\x01K\x02(s",
         ];
         for pickle in broken {
-            assert!(matches!(error(pickle), TraceError::Pickle { .. }), "{pickle:?}");
+            assert!(matches!(error(pickle), TraceError::Broken { .. }), "{pickle:?}");
         }
     }
 
@@ -807,7 +807,7 @@ mod tests {
             assert!(matches!(error(&[b'N', opcode]), TraceError::Code { offset: 1, .. }));
         }
         for opcode in [b'S', 0x8f, 0x97, 0, 0xff] {
-            assert!(matches!(error(&[opcode]), TraceError::Pickle { offset: 0, .. }));
+            assert!(matches!(error(&[opcode]), TraceError::Broken { offset: 0, .. }));
         }
     }
 
@@ -824,7 +824,9 @@ mod tests {
     fn an_absurd_length_is_a_cut_file() {
         for opcode in [op::BINUNICODE8, op::BINBYTES8] {
             let error = error(&[&[opcode][..], &(1_u64 << 60).to_le_bytes(), b"abc"].concat());
-            let TraceError::Pickle { offset, expected, found } = error else { panic!("{error}") };
+            let TraceError::Broken { offset, expected, found, .. } = error else {
+                panic!("{error}")
+            };
             assert_eq!((offset, &found[..]), (12, "the end of the file"));
             assert_eq!(expected, format!("{} more bytes", (1_u64 << 60) - 3));
         }
@@ -850,7 +852,7 @@ mod tests {
         let again = snapshot(&[event.clone(), vec![op::APPENDS, op::MARK, op::BINGET, 0]]);
         let error = load(&again).expect_err("the dict is gone");
         let at = again.iter().rposition(|&byte| byte == op::BINGET).unwrap() as u64;
-        assert!(matches!(error, TraceError::Pickle { offset, .. } if offset == at), "{error}");
+        assert!(matches!(error, TraceError::Broken { offset, .. } if offset == at), "{error}");
         // Also where another event has taken its place, and where it comes twice at once.
         let later = [vec![op::APPENDS, op::MARK], dict(&alloc()), vec![op::BINGET, 0]].concat();
         assert!(load(&snapshot(&[event.clone(), later])).is_err());
