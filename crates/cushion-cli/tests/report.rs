@@ -10,7 +10,9 @@ mod tests {
 
     use serde_json::Value;
 
-    use super::support::{cushion, event, figures, page, trace, write_snapshot};
+    use super::support::{
+        cushion, event, figures, page, segment, trace, write_snapshot, write_with_segments,
+    };
 
     const TRACES: [(&str, &[&str]); 4] = [
         ("graphs_serving", &[]),
@@ -145,6 +147,48 @@ mod tests {
         let report = figures(&page);
         assert_eq!(report["trace"]["name"], "<!--<b>.pickle");
         assert_eq!(report["frames"][0], format!("{evil} ({evil}:7)"));
+    }
+
+    /// What was there before the trace is told by its stack if the end of the file has it.
+    #[test]
+    fn memory_from_before_the_trace_is_told_apart() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("middle.pickle");
+        let (a, b, new) = (1 << 40, 1 << 41, 1 << 42);
+        let size = 64 << 20;
+        let segments = [segment(a, size, "weights"), segment(new, size, "late")];
+        let events = [
+            event("segment_alloc", new, size, None),
+            event("alloc", new, size, Some("late")),
+            event("free_requested", b, size / 2, None),
+            event("free_completed", b, size / 2, None),
+            event("segment_free", b, size / 2, None),
+        ];
+        write_with_segments(&path, &segments, &events);
+        let report = figures(&page(&path.display().to_string(), &[]));
+        assert_eq!(report["trace"]["begins_in_the_middle"], true);
+        let peak = &report["peak"];
+        let name = |group: &Value| match group["origin"]["site"].as_u64() {
+            Some(site) => {
+                let frame = report["sites"][usize::try_from(site).unwrap()][0].as_u64().unwrap();
+                report["frames"][usize::try_from(frame).unwrap()].as_str().unwrap().to_owned()
+            }
+            None => group["origin"].as_str().unwrap().to_owned(),
+        };
+        let mut names: Vec<(String, u64)> = peak["groups"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .map(|group| (name(group), group["bytes"].as_u64().unwrap()))
+            .collect();
+        names.sort();
+        let size = u64::try_from(size).unwrap();
+        let expected =
+            [("before", size / 2), ("late (late:7)", size), ("weights (weights:7)", size)];
+        assert_eq!(names, expected.map(|(name, bytes)| (name.to_owned(), bytes)));
+        assert_eq!(peak["from_before"]["at_peak"], size + size / 2);
+        let kinds = report["policies"][0]["map"]["rects"]["kind"].as_str().unwrap();
+        assert!(kinds.contains('B') && kinds.contains('K'), "{kinds}");
     }
 
     /// Small blocks in their tens of thousands, every other one free: the page stays small.

@@ -232,6 +232,8 @@ pub(crate) struct Peak {
     pub(crate) allocations: u64,
     /// Largest first.
     pub(crate) groups: Vec<PeakGroup>,
+    /// Of all, those made before the trace began.
+    pub(crate) from_before: Life,
     /// Groups left out of the list, and their bytes.
     pub(crate) other_groups: u64,
     pub(crate) other_bytes: u64,

@@ -226,9 +226,11 @@ fn holes(report: &Report) -> Option<String> {
     if ratio(map.free, map.reserved) * 100.0 < WORTH_SAYING {
         return None;
     }
-    let when = if run.refusal.is_some() { "failed" } else { "held the most" };
+    if run.refusal.is_some() {
+        return None; // Told with the failure.
+    }
     Some(format!(
-        "When {} {when}, {} was live of {} reserved; {} ({}) was free, in {} holes, the largest {}.",
+        "When {} held the most, {} was live of {} reserved; {} ({}) was free, in {} holes, the largest {}.",
         run.name,
         display(map.live + map.pending),
         display(map.reserved),

@@ -30,7 +30,7 @@ function bytes(count) {
   if (count < KIB) return `${count} bytes`;
   if (count < MIB) return `${(count / KIB).toFixed(2)} KiB`;
   if (count < GIB) return `${(count / MIB).toFixed(2)} MiB`;
-  return `${(count / GIB).toFixed(2)} GiB`;
+  return `${(count / GIB).toLocaleString("en-US", { minimumFractionDigits: 2, maximumFractionDigits: 2 })} GiB`;
 }
 
 /** A size somebody asked for: 24 GiB rather than 24.00 GiB. */

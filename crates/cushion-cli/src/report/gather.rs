@@ -7,8 +7,8 @@ use anyhow::Context as _;
 use cushion_core::size::display;
 use cushion_core::{BlockUse, DriverError, Ladder, Policy, StreamId};
 use cushion_trace::{
-    Action, CAPACITY_STEP, Event, Outcome, Program, ReplayConfig, Snapshot, StackId, min_capacity,
-    replay_watched, state_at,
+    Action, BlockState, CAPACITY_STEP, Event, Outcome, Program, ReplayConfig, Snapshot, StackId,
+    min_capacity, replay_watched, state_at,
 };
 
 use crate::Streams;
@@ -72,13 +72,7 @@ pub(crate) fn gather<O: Write, T: Write>(
     for run in &mut runs {
         request.map(run, &lives, &mut sites).context(bug)?;
     }
-    for group in &peak.groups {
-        if matches!(group.origin, Origin::Before) {
-            lifetimes.from_before.count = group.count;
-            lifetimes.from_before.bytes = group.bytes;
-            lifetimes.from_before.at_peak = group.bytes;
-        }
-    }
+    lifetimes.from_before = peak.from_before;
     let notes = request.notes(&runs);
     let (sites, frames) = sites.finish();
     // With a limit, requests that PyTorch refused are tried again; a smallest device serves them.
@@ -239,13 +233,15 @@ impl Request<'_> {
         sites: &mut Sites<'_>,
     ) -> Result<Peak, DriverError> {
         let state = state_at(self.program, &self.config(policy), event)?;
+        let old_stacks =
+            if policy == self.program.policy { self.old_stacks() } else { HashMap::new() };
         let mut groups: HashMap<Key, PeakGroup> = HashMap::new();
         let mut peak = Peak { event, policy: policy.name(), ..Peak::default() };
         for segment in &state.snapshot.segments {
             for block in segment.blocks.iter().filter(|block| block.use_ != BlockUse::Free) {
                 let made = state.allocated_by.get(&block.address).copied().flatten();
                 let key = match made.map(|made| self.stack_of(made)) {
-                    None => Key::Before,
+                    None => old_stacks.get(&block.address).map_or(Key::Before, |&s| Key::Stack(s)),
                     Some(Some(stack)) => Key::Stack(stack),
                     Some(None) => Key::Size(block.requested, segment.stream),
                 };
@@ -256,6 +252,10 @@ impl Request<'_> {
                 group.bytes += block.requested;
                 group.count += 1;
                 group.largest = group.largest.max(block.requested);
+                if made.is_none() {
+                    peak.from_before.count += 1;
+                    peak.from_before.at_peak += block.requested;
+                }
                 if made.is_some_and(|made| lives.end(made).is_none()) {
                     group.kept += block.requested;
                 }
@@ -284,6 +284,25 @@ impl Request<'_> {
         Ok(peak)
     }
 
+    /// The stacks of blocks that were there before the first event and are there after the last: the
+    /// file keeps them with the blocks. Addresses are PyTorch's.
+    fn old_stacks(&self) -> HashMap<u64, StackId> {
+        if !self.program.begins_in_the_middle() {
+            return HashMap::new();
+        }
+        let segments = &self.snapshot.segments;
+        let here = segments.iter().filter(|s| usize::try_from(s.device) == Ok(self.device));
+        let blocks = here.flat_map(|segment| &segment.blocks);
+        let mut stacks: HashMap<u64, StackId> = blocks
+            .filter(|block| block.state != BlockState::Inactive)
+            .filter_map(|block| Some((block.address, block.stack?)))
+            .collect();
+        for event in self.events().filter(|event| event.action == Action::Alloc) {
+            stacks.remove(&event.addr);
+        }
+        stacks
+    }
+
     /// What could not be known, and what is assumed.
     fn notes(&self, runs: &[Run]) -> Vec<String> {
         let mut notes = vec![
@@ -295,15 +314,15 @@ impl Request<'_> {
         notes.extend(self.program.notes.iter().map(|note| findings::sentence(note)));
         if self.program.begins_in_the_middle() {
             notes.push(
-                "The trace begins in the middle of a run: what was allocated before it has no \
-                 recorded origin."
+                "Where memory from before the trace came from is known only if it is there at the end \
+                 as well, and stacks were recorded then."
                     .to_owned(),
             );
         }
         if self.snapshot.stacks.is_empty() {
             notes.push(
                 "No stacks were recorded, so allocations are told apart by size and stream. \
-                 torch.cuda.memory._record_memory_history(stacks=\"python\") records them."
+                 torch.cuda.memory._record_memory_history(stacks=\"python\") records stacks."
                     .to_owned(),
             );
         }
@@ -332,7 +351,7 @@ impl Request<'_> {
         notes.push(format!(
             "The smallest device is found to {}: with that much less the trace does not pass. A much \
              smaller one may pass by luck.",
-            display(CAPACITY_STEP)
+            display(CAPACITY_STEP).replace(".00 ", " ")
         ));
         notes.push(format!(
             "A device here is what the allocator may hold. The CUDA context and other processes are \

@@ -27,10 +27,11 @@ function paintLifetimes(axis) {
   const cell = (life, key, text) => {
     const bar = h("span", { class: "bar", "aria-hidden": "true" });
     bar.style.width = `${(life[key] / tops[key]) * 100}%`;
-    return [text, h("span", { class: "quiet" }, ` ${percent(life[key], sums[key])}`), life[key] ? bar : null];
+    if (!life[key]) return h("span", { class: "quiet" }, "–");
+    return h("span", { class: "lived" }, h("span", {}, text, h("span", { class: "quiet" }, ` ${percent(life[key], sums[key])}`)), bar);
   };
   const columns = [{ head: "lived for" }, { head: "allocations" }, { head: "bytes allocated" }, { head: "live at the peak" }];
   byId("lifetimes-table").replaceChildren(table("Lifetimes", columns, rows.map(([name, life]) => [
     name, cell(life, "count", number(life.count)), cell(life, "bytes", bytes(life.bytes)), cell(life, "at_peak", bytes(life.at_peak)),
-  ]), "lifetimes"));
+  ]), "dense lifetimes"));
 }

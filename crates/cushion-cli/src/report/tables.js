@@ -17,7 +17,13 @@ function table(caption, columns, rows, cls) {
     h("caption", { class: "unseen" }, caption),
     h("thead", { role: "rowgroup" }, h("tr", { role: "row" }, heads)),
     h("tbody", { role: "rowgroup" }, rows.map((row) => h("tr", { role: "row" }, row.map(cell)))));
-  return h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": caption }, made);
+  const scroll = h("div", { class: "scroll", role: "region", "aria-label": caption }, made);
+  // What scrolls must be reachable by keyboard; what does not is no stop on the way.
+  new ResizeObserver(() => {
+    if (scroll.scrollWidth > scroll.clientWidth) scroll.tabIndex = 0;
+    else scroll.removeAttribute("tabindex");
+  }).observe(scroll);
+  return scroll;
 }
 
 const sub = (text, cls) => h("span", { class: cls ? `sub ${cls}` : "sub" }, text);
@@ -68,7 +74,7 @@ function drawPolicies() {
     "The smallest device is the least the allocator must be allowed to hold for the whole trace to pass.";
   const columns = [
     { head: "policy" },
-    { head: "at the peak: live, and held beyond it", cls: "barcell" },
+    { head: "live peak, and reserved beyond it", cls: "barcell" },
     { head: "live peak", num: true },
     { head: "reserved peak", num: true },
     { head: "excess", num: true },
@@ -164,7 +170,7 @@ function drawLargest() {
 }
 
 function origin(from) {
-  if (from === "before") return "allocated before the trace began";
+  if (from === "before") return "allocated before the trace began, stack not known";
   if (from.size) return [`${bytes(from.size.size)} each `, h("span", { class: "quiet" }, `${from.size.stream}${report.peak.has_stacks ? ", no stack recorded" : ""}`)];
   return where(from.site);
 }

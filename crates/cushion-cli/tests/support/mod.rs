@@ -35,20 +35,42 @@ pub(crate) fn figures(page: &str) -> Value {
 
 /// Writes a snapshot of one device with these events.
 pub(crate) fn write_snapshot(path: &Path, events: &[Vec<u8>]) {
-    let pickle =
-        [dict(&[("segments", list(&[])), ("device_traces", list(&[list(events)]))]), b".".to_vec()];
+    write_with_segments(path, &[], events);
+}
+
+/// The same, with what is held at the end.
+pub(crate) fn write_with_segments(path: &Path, segments: &[Vec<u8>], events: &[Vec<u8>]) {
+    let pickle = [
+        dict(&[("segments", list(segments)), ("device_traces", list(&[list(events)]))]),
+        b".".to_vec(),
+    ];
     std::fs::write(path, pickle.concat()).expect("the snapshot is written");
+}
+
+/// A segment of one live block that was asked for in `function`.
+pub(crate) fn segment(address: i64, size: i64, function: &str) -> Vec<u8> {
+    let block = dict(&[
+        ("size", int(size)),
+        ("state", text("active_allocated")),
+        ("frames", list(&[frame(function)])),
+    ]);
+    dict(&[
+        ("address", int(address)),
+        ("total_size", int(size)),
+        ("segment_type", text("large")),
+        ("blocks", list(&[block])),
+    ])
 }
 
 /// An event, with a stack of one frame if `function` names one.
 pub(crate) fn event(action: &str, addr: i64, size: i64, function: Option<&str>) -> Vec<u8> {
     let mut items = vec![("action", text(action)), ("addr", int(addr)), ("size", int(size))];
-    items.extend(function.map(|function| {
-        let frame =
-            dict(&[("name", text(function)), ("filename", text(function)), ("line", int(7))]);
-        ("frames", list(&[frame]))
-    }));
+    items.extend(function.map(|function| ("frames", list(&[frame(function)]))));
     dict(&items)
+}
+
+fn frame(function: &str) -> Vec<u8> {
+    dict(&[("name", text(function)), ("filename", text(function)), ("line", int(7))])
 }
 
 fn int(int: i64) -> Vec<u8> {
