@@ -147,8 +147,13 @@ fn saving(report: &Report) -> Option<(String, Tone)> {
         }
         (None, _) => String::new(),
     };
+    let doubt = if report.trace.begins_in_the_middle {
+        "; that takes it to have held only the live blocks when the trace began"
+    } else {
+        ""
+    };
     let text = format!(
-        "{} {verb} {} of reserved memory{over} ({}){}.",
+        "{} {verb} {} of reserved memory{over} ({}){}{doubt}.",
         setting(to),
         display(saved),
         percent(saved, from.reserved_peak),
@@ -436,6 +441,9 @@ mod tests {
                         (31 %); the run would have fitted a 24 GB card.";
         assert_eq!(lead(&report), expected);
         assert_eq!(findings(&report)[0].tone, Tone::Good);
+        let trace = Trace { begins_in_the_middle: true, ..Trace::default() };
+        let report = Report { trace, ..report };
+        assert!(lead(&report).ends_with("held only the live blocks when the trace began."));
     }
 
     #[test]

@@ -131,7 +131,7 @@ impl Request<'_> {
     ) -> Result<Run, DriverError> {
         let (program, config) = (self.program, self.config(policy));
         streams.begin(format!("replaying {} under {policy}", self.name));
-        let mut recorder = Recorder::new(program.events);
+        let mut recorder = Recorder::new(program.events, program.begins_in_the_middle());
         let outcome = replay_watched(program, &config, &mut recorder)?;
         let Outcome { live_peak, reserved_peak, .. } = outcome;
         let (live, reserved) = recorder.finish(
@@ -316,6 +316,11 @@ impl Request<'_> {
             notes.push(
                 "Where memory from before the trace came from is known only if it is there at the end \
                  as well, and stacks were recorded then."
+                    .to_owned(),
+            );
+            notes.push(
+                "What another policy would have held before the trace begins is not known: its replay \
+                 starts from the live blocks alone."
                     .to_owned(),
             );
         }

@@ -35,8 +35,11 @@ pub(crate) struct Recorder {
 }
 
 impl Recorder {
-    pub(crate) fn new(events: u64) -> Self {
-        Self { events, live: Series::default(), reserved: Series::default() }
+    /// For a trace of so many events. If it begins in the middle of a run, what is seen first was there
+    /// from the start; else there was nothing.
+    pub(crate) fn new(events: u64, begins_in_the_middle: bool) -> Self {
+        let series = || Series { begins_in_the_middle, ..Series::default() };
+        Self { events, live: series(), reserved: series() }
     }
 
     /// The curves of live and reserved bytes up to event `end`. Their peaks are told as an event and a
@@ -74,6 +77,7 @@ struct Series {
     now: u64,
     /// The first event with the most so far, and that most.
     most: (u64, u64),
+    begins_in_the_middle: bool,
 }
 
 impl Series {
@@ -85,6 +89,9 @@ impl Series {
             lo[at] = lo[at].min(value);
             hi[at] = hi[at].max(value);
         } else {
+            if hi.is_empty() && self.begins_in_the_middle {
+                self.now = value;
+            }
             lo.resize(at, self.now);
             hi.resize(at, self.now);
             lo.push(value);
@@ -134,7 +141,7 @@ mod tests {
     #[test]
     fn no_peak_is_lost() {
         let events = 1_000_000;
-        let mut recorder = Recorder::new(events);
+        let mut recorder = Recorder::new(events, false);
         for event in 0..events {
             // One event in a million stands out.
             let live = if event == 777_777 { 9_999 } else { event % 100 };
@@ -153,7 +160,7 @@ mod tests {
 
     #[test]
     fn a_short_run_is_drawn_event_by_event() {
-        let mut recorder = Recorder::new(5);
+        let mut recorder = Recorder::new(5, false);
         recorder.moment(1, 10, 20);
         recorder.moment(3, 5, 20);
         let live = recorder.finish(5, (1, 10), (1, 20)).0.curve;
@@ -162,8 +169,15 @@ mod tests {
     }
 
     #[test]
+    fn a_trace_that_begins_in_the_middle_does_not_begin_with_nothing() {
+        let mut recorder = Recorder::new(4, true);
+        recorder.moment(2, 10, 20);
+        assert_eq!(recorder.finish(4, (2, 10), (2, 20)).0.curve.hi, [10, 10, 10, 10]);
+    }
+
+    #[test]
     fn a_run_that_ended_early_is_a_shorter_curve() {
-        let mut recorder = Recorder::new(10);
+        let mut recorder = Recorder::new(10, false);
         recorder.moment(2, 10, 20);
         let live = recorder.finish(5, (2, 10), (2, 20)).0.curve;
         assert_eq!(live.hi, [0, 0, 10, 10, 10]);
@@ -172,7 +186,7 @@ mod tests {
     /// A request that is tried and taken back within one step is a peak all the same.
     #[test]
     fn a_peak_within_a_step_is_drawn() {
-        let mut recorder = Recorder::new(4);
+        let mut recorder = Recorder::new(4, false);
         recorder.moment(1, 10, 20);
         recorder.moment(2, 10, 20);
         let live = recorder.finish(4, (2, 17), (1, 20)).0;
