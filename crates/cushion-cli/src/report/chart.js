@@ -175,7 +175,13 @@ function paintLabels(root, labels, box, wide) {
       "stroke-dasharray": line ? "10 3" : "1 3",
     }));
   }
-  if (!wide) return;
+  if (!wide) {
+    // There is no room beside the plot; the legend and the readout name the curves.
+    for (const { at, colour, text } of labels.filter((label) => label.line)) {
+      root.append(svg("text", { x: box.left + 4, y: at + 14, class: "strong", style: `fill:${colour}` }, text));
+    }
+    return;
+  }
   const placed = [...labels].sort((a, b) => a.at - b.at);
   placed.forEach((label, index) => {
     label.y = Math.max(label.at, index ? placed[index - 1].y + 15 : 8);

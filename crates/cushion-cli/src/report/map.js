@@ -86,7 +86,7 @@ function makeMap(run) {
   const when = run.refusal ? "when a request was refused" : map.reserved < run.reserved_peak ? "near its peak" : "at its reserved peak";
   byId("maps").append(h("section", { class: "onemap", "aria-label": `Address map, ${run.name}` },
     h("h3", {}, `${run.name}: ${bytes(map.reserved)} reserved ${when}, event ${number(map.event)}`),
-    h("p", { class: "split" }, mapSplit(map)),
+    h("p", { class: "split" }, unbroken(mapSplit(map))),
     canvas,
     h("div", { class: "walk" },
       h("label", { for: slider.id }, "Block"), slider,
