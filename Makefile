@@ -13,6 +13,7 @@ test: ## format, lints, documentation, every test that needs no GPU
 	$(CARGO) fmt --all -- --check
 	$(CARGO) clippy --workspace --all-targets --locked -- -D warnings
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --workspace --no-deps --locked --quiet
+	@sh scripts/setup-browser.sh
 	$(CARGO) test --workspace --locked
 	@$(MAKE) --no-print-directory test-viz
 

@@ -19,8 +19,9 @@ pub(crate) struct Cli {
 pub(crate) enum Command {
     /// Replay recorded traces on a simulated GPU: what they need, and whether they fit.
     ///
-    /// A trace is what `torch.cuda.memory._dump_snapshot()` writes. The exit code is 0 if everything fits, 1 if memory ran out, 2 for bad input, 3 if --verify found a difference; the
-    /// highest over all traces.
+    /// A trace is what `torch.cuda.memory._dump_snapshot()` writes (a pickle), the same as JSON, a log of
+    /// RMM, or Cushion's own; plain, gzip or zstd. The exit code is 0 if everything fits, 1 if memory
+    /// ran out, 2 for bad input, 3 if --verify found a difference; the highest over all traces.
     Replay(Box<ReplayArgs>),
     /// Write a trace in another format: to keep it in a tenth of the bytes, or to look at it in
     /// PyTorch's viewer.
@@ -31,6 +32,12 @@ pub(crate) enum Command {
     /// counted. The exit code is 0, or 2 if the input or the output is no good; then there is no
     /// output.
     Convert(ConvertArgs),
+    /// Write a page about a trace, for a person: one file, no network.
+    ///
+    /// What is live and reserved over time under each policy, the address map at the peak, the largest
+    /// allocations and where they came from, lifetimes, and what would have fitted. The exit code is 0
+    /// if the report was written, whatever it says, and 2 if not.
+    Report(ReportArgs),
     /// Print the reference of all options, as in docs/options.md.
     Options,
 }
@@ -100,6 +107,32 @@ pub(crate) enum FormatArg {
     Pickle,
     /// The same as JSON.
     Json,
+}
+
+/// The arguments of `cushion report`.
+#[derive(Debug, Args)]
+pub(crate) struct ReportArgs {
+    /// The trace, of any kind that `cushion replay` reads; `-` is standard input.
+    #[arg(value_name = "TRACE")]
+    pub(crate) trace: PathBuf,
+
+    /// Where the page goes, or - for standard output. Without it, the trace's name with .html, in the
+    /// current folder.
+    #[arg(short, long, value_name = "FILE")]
+    pub(crate) output: Option<PathBuf>,
+
+    /// The card to judge against: the most the allocator may hold, as 24GiB, 512MiB, or a number of
+    /// bytes. Without it there is no limit, and common cards are named.
+    #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
+    pub(crate) capacity: Option<u64>,
+
+    /// Which device of the trace; without it, the one with the most events.
+    #[arg(long, value_name = "N")]
+    pub(crate) device: Option<usize>,
+
+    /// What is tried before a request is refused: what PyTorch does, or Cushion's own steps.
+    #[arg(long, value_enum, default_value_t = LadderArg::Torch)]
+    pub(crate) ladder: LadderArg,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]

@@ -1,18 +1,19 @@
 //! `cushion convert`: a trace in another format.
 //!
-//! The output appears whole or not at all: it is written beside its place and then moved there.
+//! The output appears whole or not at all.
 
-use std::fs::{self, File};
-use std::io::{self, Read, Write};
+use std::io::{self, Write};
 use std::path::Path;
 
 use anyhow::{Context as _, bail};
 use cushion_core::size::display;
-use cushion_trace::{FileFormat, Limits, Snapshot, Written, read, write_snapshot};
+use cushion_trace::{FileFormat, Snapshot, Written, write_snapshot};
 use flate2::Compression;
 use flate2::write::GzEncoder;
 
 use crate::args::{ConvertArgs, FormatArg};
+use crate::load::read_trace;
+use crate::save::save;
 use crate::{Streams, Verdict};
 
 /// What stands for standard input or output.
@@ -24,7 +25,7 @@ pub(crate) fn run<O: Write, T: Write>(
     streams: &mut Streams<O, T>,
 ) -> anyhow::Result<Verdict> {
     let target = Target::of(args)?;
-    let (snapshot, size_read) = load(&args.input).with_context(|| {
+    let (snapshot, size_read) = read_trace(&args.input, streams).with_context(|| {
         if is_standard(&args.input) { "standard input".to_owned() } else { name(&args.input) }
     })?;
     let (written, size_written) = if is_standard(&args.output) {
@@ -99,41 +100,6 @@ impl Target {
     }
 }
 
-/// The trace, and how many bytes its file has.
-fn load(path: &Path) -> anyhow::Result<(Snapshot, u64)> {
-    let input: Box<dyn Read> =
-        if is_standard(path) { Box::new(io::stdin().lock()) } else { Box::new(File::open(path)?) };
-    let mut input = Counted { inner: input, bytes: 0 };
-    let snapshot = read(&mut input, &Limits::default())?;
-    Ok((snapshot, input.bytes))
-}
-
-/// Writes a file, so that nobody ever sees half of it.
-fn save<R>(path: &Path, write: impl FnOnce(&mut File) -> io::Result<R>) -> anyhow::Result<R> {
-    // A link stays a link: what it points to is replaced.
-    let place = fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
-    if fs::metadata(&place).is_ok_and(|what| !what.is_file()) {
-        // A device or a pipe is written to, not replaced; a folder is an error.
-        return Ok(write(&mut File::options().write(true).open(&place)?)?);
-    }
-    let folder = match place.parent() {
-        Some(folder) if folder != Path::new("") => folder,
-        _ => Path::new("."),
-    };
-    let mut builder = tempfile::Builder::new();
-    builder.prefix(".cushion-");
-    #[cfg(unix)]
-    {
-        use std::os::unix::fs::PermissionsExt as _;
-        // Those of any new file: the umask takes away what it does elsewhere.
-        builder.permissions(fs::Permissions::from_mode(0o666));
-    }
-    let mut file = builder.tempfile_in(folder)?;
-    let done = write(file.as_file_mut())?;
-    file.persist(&place)?;
-    Ok(done)
-}
-
 fn tell<O: Write, T: Write>(
     args: &ConvertArgs,
     written: &Written,
@@ -171,14 +137,6 @@ fn tell<O: Write, T: Write>(
 struct Counted<I> {
     inner: I,
     bytes: u64,
-}
-
-impl<I: Read> Read for Counted<I> {
-    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
-        let got = self.inner.read(buffer)?;
-        self.bytes += got as u64;
-        Ok(got)
-    }
 }
 
 impl<I: Write> Write for Counted<I> {

@@ -11,6 +11,8 @@ mod convert;
 mod load;
 mod progress;
 mod replay;
+mod report;
+mod save;
 mod table;
 
 use std::ffi::OsString;
@@ -52,6 +54,7 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> ExitCode {
     let done = match cli.command {
         Command::Replay(args) => replay::run(&args, &mut streams),
         Command::Convert(args) => convert::run(&args, &mut streams),
+        Command::Report(args) => report::run(&args, &mut streams),
         Command::Options => {
             streams.data(format_args!("{}", cushion_core::options::markdown().trim_end()));
             Ok(Verdict::Fits)

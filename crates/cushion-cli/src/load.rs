@@ -27,7 +27,7 @@ pub(crate) fn load<O: Write, T: Write>(
     streams: &mut Streams<O, T>,
 ) -> anyhow::Result<Loaded> {
     let name = path.display().to_string();
-    let snapshot = read_trace(path, streams)?;
+    let (snapshot, _) = read_trace(path, streams)?;
     let count = snapshot.devices.len();
     let device = match device {
         Some(device) if device < count => device,
@@ -58,11 +58,11 @@ pub(crate) fn load<O: Write, T: Write>(
     Ok(Loaded { name, snapshot, device, program })
 }
 
-/// Reads the trace at `path`; `-` is standard input.
+/// Reads the trace at `path` (`-` is standard input), and counts its bytes.
 pub(crate) fn read_trace<O: Write, T: Write>(
     path: &Path,
     streams: &mut Streams<O, T>,
-) -> anyhow::Result<Snapshot> {
+) -> anyhow::Result<(Snapshot, u64)> {
     let limits = Limits::default();
     if path == Path::new("-") {
         streams.begin("reading standard input");
@@ -79,11 +79,13 @@ fn counted<O: Write, T: Write>(
     length: Option<u64>,
     limits: &Limits,
     streams: &mut Streams<O, T>,
-) -> anyhow::Result<Snapshot> {
+) -> anyhow::Result<(Snapshot, u64)> {
     let tell = |done| streams.update(done, length);
-    let snapshot = read(Counted { input, read: 0, tell }, limits);
+    let mut input = Counted { input, read: 0, tell };
+    let snapshot = read(&mut input, limits);
+    let bytes = input.read;
     streams.end();
-    Ok(snapshot?)
+    Ok((snapshot?, bytes))
 }
 
 /// The last part of a path, for tables and progress.

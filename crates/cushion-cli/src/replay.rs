@@ -341,7 +341,7 @@ impl<'a> Row<'a> {
 }
 
 #[expect(clippy::cast_precision_loss, reason = "times are small")]
-fn microseconds(nanos: u64) -> f64 {
+pub(crate) fn microseconds(nanos: u64) -> f64 {
     nanos as f64 / 1000.0
 }
 

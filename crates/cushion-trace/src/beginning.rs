@@ -425,11 +425,11 @@ impl Opening {
                 }
                 self.waiting.insert(event.addr);
             }
-            Action::FreeCompleted => {
-                if !self.waiting.remove(&event.addr) && !self.live.remove(&event.addr) {
-                    // The first event of a trace can be the second half of a free that did not wait.
-                    self.was_there(event, !first);
-                }
+            Action::FreeCompleted
+                if !self.waiting.remove(&event.addr) && !self.live.remove(&event.addr) =>
+            {
+                // The first event of a trace can be the second half of a free that did not wait.
+                self.was_there(event, !first);
             }
             _ => {}
         }

@@ -28,8 +28,8 @@ impl Program {
         }
         let mut sizes: Vec<u64> = blocks.iter().map(|block| rounded(block.requested)).collect();
         sizes.extend(self.steps.requests().iter().map(|request| rounded(request.size)));
-        for slot in 0..blocks.len() {
-            tally.add(narrow(slot), sizes[slot]);
+        for (slot, &size) in sizes[..blocks.len()].iter().enumerate() {
+            tally.add(narrow(slot), size);
         }
         let mut next = blocks.len();
         let mut window = None;

@@ -199,10 +199,12 @@ impl<'a, W: Watch> Run<'a, W> {
                 if held.pool != PoolId::DEFAULT {
                     self.pool_uses.insert(held.pool, 1);
                 }
-                for slot in segment.blocks.0..segment.blocks.1 {
-                    let offset = beginning.blocks[slot].address - held.address;
-                    self.addresses[slot] = base + offset;
-                    placed[slot] = true;
+                let slots = segment.blocks.0..segment.blocks.1;
+                placed[slots.clone()].fill(true);
+                for (address, block) in
+                    self.addresses[slots.clone()].iter_mut().zip(&beginning.blocks[slots])
+                {
+                    *address = base + (block.address - held.address);
                 }
             }
         }

@@ -130,11 +130,9 @@ impl Steps {
                 )
         };
         let placements = self.order.iter().rev().take_while(|entry| is_placement(entry)).count();
-        let mut at = self.order.len() - placements;
-        for step in steps {
+        for (at, step) in (self.order.len() - placements..).zip(steps) {
             let number = self.new_rare(step);
             self.order.insert(at, number);
-            at += 1;
         }
     }
 
