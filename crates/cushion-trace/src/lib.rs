@@ -7,9 +7,11 @@
 #![forbid(unsafe_code)]
 
 mod arena;
+mod detect;
 mod error;
 mod events;
 mod holdings;
+mod memo;
 mod open;
 mod pack;
 mod pickle;
@@ -17,12 +19,13 @@ mod pools;
 mod program;
 mod replay;
 mod snapshot;
+mod source;
 mod stacks;
 
-pub use error::TraceError;
+pub use error::{Format, Offset, TraceError};
 pub use events::{Events, Iter};
-pub use open::{Limits, open, read};
+pub use open::{Limits, open, read, read_with};
 pub use program::Program;
 pub use replay::{Difference, Outcome, Refusal, ReplayConfig, replay};
-pub use snapshot::{Action, Block, BlockState, Event, Segment, Settings, Snapshot};
+pub use snapshot::{Action, Block, BlockState, Event, Origin, Segment, Settings, Snapshot};
 pub use stacks::{Frame, StackId, Stacks};
