@@ -11,6 +11,7 @@ mod detect;
 mod error;
 mod events;
 mod holdings;
+mod json;
 mod memo;
 mod open;
 mod pack;

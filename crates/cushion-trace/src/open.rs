@@ -12,6 +12,7 @@ use flate2::read::MultiGzDecoder;
 
 use crate::detect::{self, GZIP_MAGIC, Kind, LOOK, ZSTD_MAGIC};
 use crate::error::{Format, TraceError};
+use crate::json;
 use crate::pickle::Machine;
 use crate::snapshot::{self, Snapshot};
 use crate::source::Source;
@@ -90,7 +91,12 @@ fn read_source(source: &mut Source<'_>) -> Result<Snapshot, TraceError> {
             let (root, arena) = Machine::new(source).run()?;
             snapshot::build(root, arena)?
         }
-        Kind::Json | Kind::Rmm | Kind::Own => {
+        Kind::Json => {
+            source.read_as(Format::Json);
+            let (root, arena) = json::Reader::new(source).run()?;
+            snapshot::build(root, arena)?
+        }
+        Kind::Rmm | Kind::Own => {
             return Err(TraceError::Unknown { found: "a format that is not read yet".to_owned() });
         }
         Kind::Other(found) => return Err(TraceError::Unknown { found }),

@@ -51,6 +51,7 @@ impl<'r> Source<'r> {
         self.format = format;
     }
 
+    #[allow(dead_code, reason = "for the reader of Cushion's own traces")]
     pub(crate) fn limits(&self) -> &Limits {
         &self.limits
     }
@@ -117,9 +118,11 @@ impl<'r> Source<'r> {
     /// Up to `len` bytes from here on, fewer only at the end of the file; they are still to be read.
     pub(crate) fn peek(&mut self, len: usize) -> Result<&[u8], TraceError> {
         debug_assert!(len <= CHUNK, "a longer run does not fit the buffer");
-        self.make_room();
-        while self.end < len && self.pull()? > 0 {}
-        Ok(&self.buffer[..self.end.min(len)])
+        if self.end - self.next < len {
+            self.make_room();
+            while self.end < len && self.pull()? > 0 {}
+        }
+        Ok(&self.buffer[self.next..self.end.min(self.next + len)])
     }
 
     /// What lies in the buffer from here on; nothing only at the end of the file. [`Self::used`]
@@ -145,7 +148,7 @@ impl<'r> Source<'r> {
         let limit = self.limits.memory_bytes;
         self.pieces(len, |offset, piece| {
             into.extend_from_slice(piece);
-            within(limit, into.len(), offset)
+            within(limit, into.len(), offset, "one long value")
         })
     }
 
@@ -163,7 +166,7 @@ impl<'r> Source<'r> {
                 return Ok(());
             }
             into.push(byte);
-            within(self.limits.memory_bytes, into.len(), self.offset())?;
+            self.within(into.len(), self.offset())?;
         }
     }
 
@@ -256,6 +259,17 @@ impl<'r> Source<'r> {
         TraceError::broken(wrapping, offset, "sound packed data", format!("damage: {error}"))
     }
 
+    /// A single value counts against the memory limit while it is still being put together.
+    #[inline]
+    pub(crate) fn within(&self, len: usize, offset: u64) -> Result<(), TraceError> {
+        within(self.limits.memory_bytes, len, offset, "one long value")
+    }
+
+    /// What a reader holds in all, as it estimates it itself.
+    pub(crate) fn check_memory(&self, held: usize, offset: u64) -> Result<(), TraceError> {
+        within(self.limits.memory_bytes, held, offset, "the memory needed")
+    }
+
     #[cold]
     fn cut_short(&self, missing: u64) -> TraceError {
         let expected = match missing {
@@ -267,10 +281,10 @@ impl<'r> Source<'r> {
     }
 }
 
-/// A single value counts against the memory limit while it is still being put together.
-fn within(limit: u64, len: usize, offset: u64) -> Result<(), TraceError> {
+#[inline]
+fn within(limit: u64, len: usize, offset: u64, what: &'static str) -> Result<(), TraceError> {
     if len as u64 <= limit {
         return Ok(());
     }
-    Err(TraceError::Limit { offset, what: "one long value", limit, field: "memory_bytes" })
+    Err(TraceError::Limit { offset, what, limit, field: "memory_bytes" })
 }
