@@ -19,6 +19,7 @@ mod pickle;
 mod pools;
 mod program;
 mod replay;
+mod rmm;
 mod snapshot;
 mod source;
 mod stacks;

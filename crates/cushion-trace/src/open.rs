@@ -14,6 +14,7 @@ use crate::detect::{self, GZIP_MAGIC, Kind, LOOK, ZSTD_MAGIC};
 use crate::error::{Format, TraceError};
 use crate::json;
 use crate::pickle::Machine;
+use crate::rmm;
 use crate::snapshot::{self, Snapshot};
 use crate::source::Source;
 
@@ -96,8 +97,15 @@ fn read_source(source: &mut Source<'_>) -> Result<Snapshot, TraceError> {
             let (root, arena) = json::Reader::new(source).run()?;
             snapshot::build(root, arena)?
         }
-        Kind::Rmm | Kind::Own => {
-            return Err(TraceError::Unknown { found: "a format that is not read yet".to_owned() });
+        Kind::Rmm => {
+            source.read_as(Format::Rmm);
+            rmm::read(source)?
+        }
+        // The reader of Cushion's own traces goes here.
+        Kind::Own => {
+            return Err(TraceError::Unknown {
+                found: "a Cushion trace, which this version does not read".to_owned(),
+            });
         }
         Kind::Other(found) => return Err(TraceError::Unknown { found }),
     };
