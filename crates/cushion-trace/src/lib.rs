@@ -23,6 +23,7 @@ mod rmm;
 mod snapshot;
 mod source;
 mod stacks;
+mod zstd;
 
 pub use error::{Format, Offset, TraceError};
 pub use events::{Events, Iter};

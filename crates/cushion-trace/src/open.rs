@@ -17,6 +17,7 @@ use crate::pickle::Machine;
 use crate::rmm;
 use crate::snapshot::{self, Snapshot};
 use crate::source::Source;
+use crate::zstd;
 
 /// How much of an untrusted file the reader takes on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -75,11 +76,14 @@ pub fn read_with(
         .take(ZSTD_MAGIC.len() as u64)
         .read_to_end(&mut start)
         .map_err(|source| TraceError::Io { source })?;
-    let zipped = start.starts_with(GZIP_MAGIC);
+    let (gzip, zstd) = (start.starts_with(GZIP_MAGIC), start.starts_with(ZSTD_MAGIC));
     let mut plain = Cursor::new(start).chain(input);
-    if zipped {
-        let mut unzipped = MultiGzDecoder::new(plain);
-        read_source(&mut Source::wrapped(&mut unzipped, limits, Format::Gzip))
+    if gzip {
+        let mut unpacked = MultiGzDecoder::new(plain);
+        read_source(&mut Source::wrapped(&mut unpacked, limits, Format::Gzip))
+    } else if zstd {
+        let mut unpacked = zstd::Unpacker::new(plain, limits.memory_bytes);
+        read_source(&mut Source::wrapped(&mut unpacked, limits, Format::Zstd))
     } else {
         read_source(&mut Source::new(&mut plain, limits))
     }
@@ -136,6 +140,7 @@ mod tests {
 
     use flate2::Compression;
     use flate2::write::GzEncoder;
+    use ruzstd::encoding::{CompressionLevel, compress_to_vec};
 
     use super::*;
     use crate::pickle::write::{dict, int, snapshot, text};
@@ -211,6 +216,40 @@ mod tests {
         flipped[checksum] ^= 1;
         let flipped = load(&flipped).expect_err("a wrong checksum");
         assert!(matches!(flipped, TraceError::Broken { format: Format::Gzip, .. }), "{flipped}");
+    }
+
+    #[test]
+    fn zstd_is_read_frame_by_frame() {
+        let (pickle, plain) = (pickle(), load(&pickle()).unwrap());
+        let zstd = |bytes: &[u8]| compress_to_vec(bytes, CompressionLevel::Fastest);
+        assert_eq!(load(&zstd(&pickle)).unwrap(), plain);
+        let (start, end) = pickle.split_at(10);
+        // A frame that readers are to skip lies between the two.
+        let skipped = [&[0x50, 0x2a, 0x4d, 0x18, 3, 0, 0, 0][..], b"abc"].concat();
+        let frames = [zstd(start), skipped.clone(), zstd(end)].concat();
+        assert_eq!(load(&frames).unwrap(), plain);
+        for len in 4..frames.len() {
+            // At the end of a frame there may be no other: the pickle is cut short then.
+            assert!(load(&frames[..len]).is_err(), "cut to {len}");
+        }
+        let mut flipped = zstd(&pickle);
+        let last = flipped.len() - 1;
+        flipped[last] ^= 1;
+        let error = load(&flipped).expect_err("damage");
+        assert!(matches!(error, TraceError::Broken { format: Format::Zstd, .. }), "{error}");
+        // A window of 2 TiB.
+        let absurd = [ZSTD_MAGIC, &[0x00, 0xf8, 1, 0, 0]].concat();
+        let error = load(&absurd).expect_err("an absurd window");
+        assert!(error.to_string().contains("its window is"), "{error}");
+    }
+
+    #[test]
+    fn progress_counts_the_packed_bytes() {
+        let packed = gzip(&pickle());
+        let mut told = Vec::new();
+        read_with(&packed[..], &Limits::default(), &mut |bytes| told.push(bytes)).unwrap();
+        assert!(told.is_sorted());
+        assert_eq!(told.last(), Some(&(packed.len() as u64)));
     }
 
     #[test]

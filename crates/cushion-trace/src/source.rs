@@ -9,6 +9,12 @@ use std::io::{self, ErrorKind, Read};
 use crate::error::{Format, TraceError};
 use crate::open::Limits;
 
+/// The longest single value.
+const LONGEST: usize = 64 << 20;
+/// What any file may hold, and how much more for each byte of it: real ones stay below one for one.
+const START_BYTES: u64 = 256 << 20;
+const BYTES_PER_BYTE: u64 = 8;
+
 /// How much is read at once; also the longest run of bytes [`Source::slice`] lends.
 pub(crate) const CHUNK: usize = 64 << 10;
 
@@ -145,16 +151,34 @@ impl<'r> Source<'r> {
     /// Puts the next `len` bytes into `into`, which grows only as they arrive.
     pub(crate) fn copy(&mut self, len: u64, into: &mut Vec<u8>) -> Result<(), TraceError> {
         into.clear();
-        let limit = self.limits.memory_bytes;
-        self.pieces(len, |offset, piece| {
-            into.extend_from_slice(piece);
-            within(limit, into.len(), offset, "one long value")
-        })
+        let mut left = len;
+        while left > 0 {
+            let bytes = self.some()?;
+            let take = usize::try_from(left).map_or(bytes.len(), |left| left.min(bytes.len()));
+            if take == 0 {
+                return Err(self.cut_short(left));
+            }
+            into.extend_from_slice(&bytes[..take]);
+            self.used(take);
+            left -= take as u64;
+            self.within(into.len(), self.offset())?;
+        }
+        Ok(())
     }
 
     /// Passes over the next `len` bytes.
     pub(crate) fn skip(&mut self, len: u64) -> Result<(), TraceError> {
-        self.pieces(len, |_, _| Ok(()))
+        let mut left = len;
+        while left > 0 {
+            let here = self.some()?.len();
+            if here == 0 {
+                return Err(self.cut_short(left));
+            }
+            let take = usize::try_from(left).map_or(here, |left| left.min(here));
+            self.used(take);
+            left -= take as u64;
+        }
+        Ok(())
     }
 
     /// Puts the bytes up to the next line feed, without it, into `into`.
@@ -178,30 +202,6 @@ impl<'r> Source<'r> {
             if self.pull()? == 0 {
                 break;
             }
-        }
-        Ok(())
-    }
-
-    fn pieces(
-        &mut self,
-        len: u64,
-        mut each: impl FnMut(u64, &[u8]) -> Result<(), TraceError>,
-    ) -> Result<(), TraceError> {
-        let mut left = len;
-        while left > 0 {
-            if self.next == self.end {
-                self.base += self.end as u64;
-                (self.next, self.end) = (0, 0);
-                if self.pull()? == 0 {
-                    return Err(self.cut_short(left));
-                }
-            }
-            let here = self.end - self.next;
-            let take = usize::try_from(left).map_or(here, |left| left.min(here));
-            let offset = self.offset();
-            each(offset, &self.buffer[self.next..self.next + take])?;
-            self.next += take;
-            left -= take as u64;
         }
         Ok(())
     }
@@ -259,15 +259,33 @@ impl<'r> Source<'r> {
         TraceError::broken(wrapping, offset, "sound packed data", format!("damage: {error}"))
     }
 
-    /// A single value counts against the memory limit while it is still being put together.
+    /// A single value has a limit of its own while it is being put together: no trace has one that
+    /// is much longer than a file's name.
     #[inline]
     pub(crate) fn within(&self, len: usize, offset: u64) -> Result<(), TraceError> {
-        within(self.limits.memory_bytes, len, offset, "one long value")
+        if len > LONGEST {
+            let expected = format!("values of at most {LONGEST} bytes");
+            return Err(TraceError::broken(self.format, offset, expected, "a longer one"));
+        }
+        let (what, limit) = ("one long value", self.limits.memory_bytes);
+        if len as u64 > limit {
+            return Err(TraceError::Limit { offset, what, limit, field: "memory_bytes" });
+        }
+        Ok(())
     }
 
-    /// What a reader holds in all, as it estimates it itself.
+    /// Looks at what a reader holds in all, as it estimates it itself. Beside the limit itself there
+    /// is one that follows the file: a small file that needs gigabytes is not a trace.
     pub(crate) fn check_memory(&self, held: usize, offset: u64) -> Result<(), TraceError> {
-        within(self.limits.memory_bytes, held, offset, "the memory needed")
+        let allowed = START_BYTES.saturating_add(offset.saturating_mul(BYTES_PER_BYTE));
+        let (limit, what) = match self.limits.memory_bytes {
+            limit if limit <= allowed => (limit, "the memory needed"),
+            _ => (allowed, "the memory needed, far more than was read of the file,"),
+        };
+        if held as u64 > limit {
+            return Err(TraceError::Limit { offset, what, limit, field: "memory_bytes" });
+        }
+        Ok(())
     }
 
     #[cold]
@@ -279,12 +297,4 @@ impl<'r> Source<'r> {
         let offset = self.base + self.end as u64;
         TraceError::broken(self.format, offset, expected, "the end of the file")
     }
-}
-
-#[inline]
-fn within(limit: u64, len: usize, offset: u64, what: &'static str) -> Result<(), TraceError> {
-    if len as u64 <= limit {
-        return Ok(());
-    }
-    Err(TraceError::Limit { offset, what, limit, field: "memory_bytes" })
 }
