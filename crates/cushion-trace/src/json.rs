@@ -369,7 +369,7 @@ impl<'s, 'r> Reader<'s, 'r> {
                 Ok(number)
             }
             None => {
-                let digits = format!("`{}`", String::from_utf8_lossy(digits));
+                let digits = format!("`{}`", String::from_utf8_lossy(digits).escape_debug());
                 Err(self.broken("four hexadecimal digits", digits))
             }
         }
