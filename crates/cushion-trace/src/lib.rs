@@ -2,17 +2,19 @@
 //! simulated device.
 //!
 //! [`open`] reads a file, [`Program::of`] works out what the recorded program asked for, and
-//! [`replay`] runs it under a policy and says what it took. [`write_snapshot`] writes what was read,
-//! as Cushion's own small trace or for PyTorch's viewer.
+//! [`replay`] runs it under a policy and says what it took.
 
 #![forbid(unsafe_code)]
 
 mod arena;
 mod columns;
 mod consistency;
+mod detect;
 mod error;
 mod events;
 mod holdings;
+mod json;
+mod memo;
 mod open;
 mod own;
 mod pack;
@@ -20,17 +22,20 @@ mod pickle;
 mod pools;
 mod program;
 mod replay;
+mod rmm;
 mod snapshot;
+mod source;
 mod stacks;
 mod viewer;
 mod write;
+mod zstd;
 
 pub use consistency::{Inconsistency, inconsistencies};
-pub use error::TraceError;
+pub use error::{Format, Offset, TraceError};
 pub use events::{Events, Iter};
-pub use open::{Limits, open, read};
+pub use open::{Limits, open, read, read_with};
 pub use program::Program;
 pub use replay::{Difference, Outcome, Refusal, ReplayConfig, replay};
-pub use snapshot::{Action, Block, BlockState, Event, Segment, Settings, Snapshot};
+pub use snapshot::{Action, Block, BlockState, Event, Origin, Segment, Settings, Snapshot};
 pub use stacks::{Frame, StackId, Stacks};
 pub use write::{FileFormat, Written, write_snapshot};
