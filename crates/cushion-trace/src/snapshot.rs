@@ -133,7 +133,7 @@ pub struct Settings {
     pub max_cached_size: Option<i64>,
 }
 
-/// Names the reader and the writers know. They are the first strings of every arena, so that a key is known by
+/// Names the reader knows. They are the first strings of every arena, so that a key is known by
 /// its number and no string is compared.
 macro_rules! names {
     ($($name:ident = $text:literal,)*) => {
@@ -172,9 +172,6 @@ names! {
     PinnedNumRegisterThreads = "pinned_num_register_threads",
     PinnedUseCudaHostRegister = "pinned_use_cuda_host_register",
     MaxRoundThreshold = "max_round_threshold", MaxCachedSize = "max_cached_size",
-    AllocatedSize = "allocated_size", ActiveSize = "active_size",
-    CompileContext = "compile_context", UserMetadata = "user_metadata",
-    ExternalAnnotations = "external_annotations",
 }
 
 impl Name {

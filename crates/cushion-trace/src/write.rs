@@ -73,7 +73,13 @@ pub fn write_snapshot(
 trait Sink<'a> {
     fn open_dict(&mut self) -> io::Result<()>;
     /// Comes before each value of a dict.
-    fn key(&mut self, name: Name) -> io::Result<()>;
+    fn key(&mut self, name: Name) -> io::Result<()> {
+        self.text_key(name.text())
+    }
+    /// The same, for a key that no reader here looks at.
+    fn text_key(&mut self, name: &'static str) -> io::Result<()>;
+    /// The same, for a number in quotes.
+    fn number_key(&mut self, number: u64) -> io::Result<()>;
     fn close_dict(&mut self) -> io::Result<()>;
     fn open_list(&mut self) -> io::Result<()>;
     /// Comes before each value of a list.
@@ -89,8 +95,6 @@ trait Sink<'a> {
     fn again(&mut self, what: Shared) -> io::Result<bool>;
     /// Keeps the value just written under this name.
     fn keep(&mut self, what: Shared) -> io::Result<()>;
-    /// A dict key that is no [`Name`].
-    fn number_key(&mut self, number: u64) -> io::Result<()>;
     /// The file is complete.
     fn end(&mut self) -> io::Result<()>;
 }
@@ -126,7 +130,7 @@ fn put_snapshot<'a, S: Sink<'a>>(ready: &'a Ready<'_>, sink: &mut S) -> io::Resu
     sink.close_list()?;
     sink.key(Name::AllocatorSettings)?;
     put_settings(ready.settings(), sink)?;
-    sink.key(Name::ExternalAnnotations)?;
+    sink.text_key("external_annotations")?;
     sink.open_list()?;
     sink.close_list()?;
     sink.close_dict()?;
@@ -158,12 +162,12 @@ fn put_segment<'a, S: Sink<'a>>(
     sink.key(Name::Address)?;
     sink.int(segment.address.cast_signed())?;
     for (name, size) in [
-        (Name::TotalSize, segment.total_size),
-        (Name::AllocatedSize, sum(allocated)),
-        (Name::ActiveSize, sum(active)),
-        (Name::RequestedSize, sum(requested)),
+        (Name::TotalSize.text(), segment.total_size),
+        ("allocated_size", sum(allocated)),
+        ("active_size", sum(active)),
+        (Name::RequestedSize.text(), sum(requested)),
     ] {
-        sink.key(name)?;
+        sink.text_key(name)?;
         sink.unsigned(size)?;
     }
     sink.key(Name::Stream)?;
@@ -220,9 +224,9 @@ fn put_event<'a, S: Sink<'a>>(event: &Event, stacks: &'a Stacks, sink: &mut S) -
     sink.int(event.stream.cast_signed())?;
     sink.key(Name::TimeUs)?;
     sink.unsigned(event.time_us)?;
-    sink.key(Name::CompileContext)?;
+    sink.text_key("compile_context")?;
     sink.text("N/A")?;
-    sink.key(Name::UserMetadata)?;
+    sink.text_key("user_metadata")?;
     sink.text("")?;
     if let Some(pool) = event.pool {
         sink.key(Name::PoolId)?;

@@ -3,7 +3,6 @@
 use std::io::{self, Write};
 
 use super::{Shared, Sink};
-use crate::snapshot::Name;
 
 /// Writes JSON.
 #[derive(Debug)]
@@ -63,10 +62,10 @@ impl<'a, W: Write> Sink<'a> for Json<W> {
         self.open(b"{")
     }
 
-    fn key(&mut self, name: Name) -> io::Result<()> {
+    fn text_key(&mut self, name: &'static str) -> io::Result<()> {
         self.comma()?;
         // No name needs an escape.
-        write!(self.out, "\"{}\":", name.text())
+        write!(self.out, "\"{name}\":")
     }
 
     fn close_dict(&mut self) -> io::Result<()> {

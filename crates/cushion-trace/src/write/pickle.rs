@@ -6,7 +6,6 @@ use std::io::{self, ErrorKind, Write};
 
 use super::{Shared, Sink};
 use crate::pickle::op;
-use crate::snapshot::Name;
 
 /// Values that one `APPENDS` takes: as many as Python's. The viewer hands them over as the arguments
 /// of one call, and cannot take very many.
@@ -95,8 +94,8 @@ impl<'a, W: Write> Sink<'a> for Pickle<'a, W> {
         self.out.write_all(&[op::EMPTY_DICT, op::MARK])
     }
 
-    fn key(&mut self, name: Name) -> io::Result<()> {
-        self.text(name.text())
+    fn text_key(&mut self, name: &'static str) -> io::Result<()> {
+        self.text(name)
     }
 
     fn close_dict(&mut self) -> io::Result<()> {
