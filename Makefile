@@ -1,10 +1,12 @@
 # Every check that runs in CI is a target here.
 CARGO ?= cargo
 TRACES ?=
+TARGET ?= open
+SECONDS ?= 3600
 MEMORYVIZ_JS ?=
 CUSHION = $(or $(CARGO_TARGET_DIR),target)/release/cushion
 
-.PHONY: help test test-viz demo bench docs verify clean
+.PHONY: help test test-viz demo bench docs verify fuzz clean
 
 help: ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -32,6 +34,13 @@ bench: ## speed of the engine and of replay (TRACES=FOLDER for other traces)
 verify: ## compare the engine with PyTorch's recorded addresses, on all traces shipped
 	@$(CARGO) build --release --locked --quiet --bin cushion
 	@sh scripts/verify.sh $(CUSHION)
+
+# cargo-fuzz asks the compiler for coverage, which a stable one gives only when told to.
+fuzz: ## an hour of one fuzz target (TARGET=pickle, json, rmm, own or open; SECONDS=3600)
+	@mkdir -p fuzz/work/$(TARGET)
+	cd fuzz && RUSTC_BOOTSTRAP=1 $(CARGO) fuzz run --fuzz-dir . --sanitizer none $(TARGET) \
+		work/$(TARGET) corpus/$(TARGET) -- -dict=words.dict -max_total_time=$(SECONDS) \
+		-rss_limit_mb=2048 -timeout=20 -print_final_stats=1
 
 docs: ## write the generated pages again
 	$(CARGO) run --release --locked --quiet --bin cushion -- options > docs/options.md

@@ -10,10 +10,10 @@
 use std::collections::HashMap;
 use std::io::{self, Write};
 
-use crate::error::TraceError;
-use crate::open::Source;
+use crate::error::{Format, TraceError};
 use crate::pack::{NOTHING, put_number, unzigzag, zigzag};
 use crate::snapshot::{Action, Event};
+use crate::source::Source;
 use crate::stacks::StackId;
 
 /// The most events in a group: enough for gzip to find the rounds of a loop, and little enough to be
@@ -362,7 +362,7 @@ pub(crate) fn broken(
     expected: impl Into<String>,
     found: impl Into<String>,
 ) -> TraceError {
-    TraceError::pickle(offset, expected, found).in_format("Cushion trace")
+    TraceError::broken(Format::Own, offset, expected, found)
 }
 
 /// The next number of the file itself.

@@ -207,7 +207,7 @@ fn end(start: u64, size: u64) -> Result<u64, &'static str> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::snapshot::{Block, Settings};
+    use crate::snapshot::{Block, Origin, Settings};
     use crate::stacks::Stacks;
 
     const MIB: u64 = 1 << 20;
@@ -243,7 +243,8 @@ mod tests {
     fn found(segments: Vec<Segment>, events: &[Event]) -> Vec<(Option<usize>, &'static str)> {
         let devices = vec![events.iter().copied().collect()];
         let settings = Settings::default();
-        let snapshot = Snapshot { segments, devices, settings, stacks: Stacks::default() };
+        let (stacks, origin) = (Stacks::default(), Origin::Torch);
+        let snapshot = Snapshot { segments, devices, settings, stacks, origin };
         inconsistencies(&snapshot).iter().map(|found| (found.event, found.what)).collect()
     }
 

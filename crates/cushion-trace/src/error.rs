@@ -1,31 +1,94 @@
-//! What can go wrong between a snapshot file and the events in it, told to the person who has
-//! the file: what happened, where in the unpacked stream, and what was expected there.
+//! What can go wrong between a file and the events in it, told to the person who has the file: what
+//! happened, where in the unpacked stream, and what was expected there.
 
+use std::fmt;
 use std::io;
 
 use thiserror::Error;
 
-/// Why a snapshot could not be read.
+/// What a file, or its wrapping, is written in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Format {
+    /// Python's pickle, as `torch.cuda.memory._dump_snapshot` writes it.
+    Pickle,
+    /// A snapshot as JSON.
+    Json,
+    /// The CSV that RMM's logging adaptor writes.
+    Rmm,
+    /// Cushion's own trace.
+    Own,
+    /// The gzip wrapping around any of them.
+    Gzip,
+    /// The Zstandard wrapping around any of them.
+    Zstd,
+}
+
+impl fmt::Display for Format {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Pickle => "pickle",
+            Self::Json => "JSON",
+            Self::Rmm => "RMM log",
+            Self::Own => "Cushion trace",
+            Self::Gzip => "gzip wrapping",
+            Self::Zstd => "zstd wrapping",
+        })
+    }
+}
+
+/// A place in the unpacked stream.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Offset {
+    /// Bytes before it.
+    pub byte: u64,
+    /// The line and the column, from 1 on, where the format is one of lines.
+    pub line: Option<(u64, u64)>,
+}
+
+impl From<u64> for Offset {
+    fn from(byte: u64) -> Self {
+        Self { byte, line: None }
+    }
+}
+
+impl fmt::Display for Offset {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if let Some((line, column)) = self.line {
+            write!(f, "line {line}, column {column}, ")?;
+        }
+        write!(f, "byte {} of the unpacked stream", self.byte)
+    }
+}
+
+/// Why a trace could not be read.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum TraceError {
-    /// The file could not be opened or read, or its gzip wrapping is damaged.
-    #[error("could not read the snapshot file")]
+    /// The file could not be opened or read.
+    #[error("could not read the file")]
     Io {
-        /// What the operating system or the gzip decoder said.
+        /// What the operating system said.
         source: io::Error,
     },
 
-    /// The bytes are not what their format asks for, or the file ends too early.
+    /// The file is something else entirely.
     #[error(
-        "the {format} cannot be read: at byte {offset} of the unpacked stream, expected \
-         {expected}, found {found}"
+        "not a trace: at byte 0, expected a PyTorch memory snapshot (pickle or JSON), an RMM log or \
+         a Cushion trace, plain or packed with gzip or zstd; found {found}"
     )]
+    Unknown {
+        /// What it looks like.
+        found: String,
+    },
+
+    /// The bytes are not what their format allows, or the file ends too early.
+    #[error("the {format} cannot be read: at {offset}, expected {expected}, found {found}")]
     Broken {
-        /// What the file is: a pickle, a Cushion trace.
-        format: &'static str,
-        /// Where, in bytes of the unpacked stream.
-        offset: u64,
+        /// What the file is written in.
+        format: Format,
+        /// Where.
+        offset: Offset,
         /// What a sound file would have had there.
         expected: String,
         /// What this file has there.
@@ -44,17 +107,19 @@ pub enum TraceError {
         opcode: &'static str,
     },
 
-    /// A sound pickle that is not a PyTorch memory snapshot.
-    #[error("not a PyTorch memory snapshot: {what}")]
+    /// Sound pickle or JSON that is not a PyTorch memory snapshot.
+    #[error("not a PyTorch memory snapshot: {what}, in the value that ends at byte {offset}")]
     Snapshot {
+        /// Where the value ends that is not as expected, in bytes of the unpacked stream.
+        offset: u64,
         /// Which key or type was expected, and what was there.
         what: String,
     },
 
     /// The file is larger, or needs more memory, than the caller allows.
     #[error(
-        "the snapshot is over a limit: at byte {offset} of the unpacked stream {what} passed \
-         {limit} bytes; if the file is trusted, raise `Limits::{field}`"
+        "the file is over a limit: at byte {offset} of the unpacked stream {what} passed {limit} \
+         bytes (`Limits::{field}`); no trace that was recorded is that large"
     )]
     Limit {
         /// Where, in bytes of the unpacked stream.
@@ -69,27 +134,20 @@ pub enum TraceError {
 }
 
 impl TraceError {
-    /// A broken pickle: the one error the machine builds in many places.
-    pub(crate) fn pickle(
-        offset: u64,
+    /// A broken file: the one error that readers build in many places.
+    pub(crate) fn broken(
+        format: Format,
+        offset: impl Into<Offset>,
         expected: impl Into<String>,
         found: impl Into<String>,
     ) -> Self {
-        let format = "pickle";
-        Self::Broken { format, offset, expected: expected.into(), found: found.into() }
+        let (offset, expected, found) = (offset.into(), expected.into(), found.into());
+        Self::Broken { format, offset, expected, found }
     }
 
-    /// The same error, in a file of this format.
-    pub(crate) fn in_format(mut self, name: &'static str) -> Self {
-        if let Self::Broken { format, .. } = &mut self {
-            *format = name;
-        }
-        self
-    }
-
-    /// A pickle that is something else than a snapshot.
-    pub(crate) fn snapshot(what: impl Into<String>) -> Self {
-        Self::Snapshot { what: what.into() }
+    /// Something else than a snapshot, in the value that ends at `offset`.
+    pub(crate) fn snapshot(offset: u64, what: impl Into<String>) -> Self {
+        Self::Snapshot { offset, what: what.into() }
     }
 }
 
@@ -101,16 +159,23 @@ mod tests {
 
     #[test]
     fn messages_say_where_and_what() {
-        let broken = TraceError::pickle(7, "a dict", "the end of the file");
+        let broken = TraceError::broken(Format::Pickle, 7, "a dict", "the end of the file");
         assert_eq!(
             broken.to_string(),
             "the pickle cannot be read: at byte 7 of the unpacked stream, expected a dict, found \
              the end of the file"
         );
+        let line = Offset { byte: 60, line: Some((3, 12)) };
+        let broken = TraceError::broken(Format::Rmm, line, "a size", "`x`");
+        assert_eq!(
+            broken.to_string(),
+            "the RMM log cannot be read: at line 3, column 12, byte 60 of the unpacked stream, \
+             expected a size, found `x`"
+        );
         let code = TraceError::Code { offset: 3, opcode: "REDUCE" }.to_string();
         assert!(code.contains("byte 3") && code.contains("run code") && code.contains("REDUCE"));
         let limit = TraceError::Limit { offset: 9, what: "it", limit: 8, field: "unpacked_bytes" };
-        assert!(limit.to_string().contains("raise `Limits::unpacked_bytes`"));
+        assert!(limit.to_string().contains("passed 8 bytes (`Limits::unpacked_bytes`)"));
     }
 
     #[test]

@@ -1,20 +1,24 @@
-//! The way in: a path or any reader, gzip or plain, under limits.
+//! The way in: a path or any reader, plain or packed, under limits.
 //!
-//! A snapshot often arrives from someone else's machine, so the file is not trusted: nothing is
+//! A trace often arrives from someone else's machine, so the file is not trusted: nothing is
 //! allocated because a header says so, only because the bytes were there, and both the unpacked
-//! length and the memory held have a ceiling.
+//! length and the memory held have a ceiling. What the file is, its first bytes say.
 
-use std::fmt;
 use std::fs::File;
-use std::io::{Cursor, ErrorKind, Read};
+use std::io::{self, Cursor, Read};
 use std::path::Path;
 
 use flate2::read::MultiGzDecoder;
 
-use crate::error::TraceError;
+use crate::detect::{self, GZIP_MAGIC, Kind, LOOK, ZSTD_MAGIC};
+use crate::error::{Format, TraceError};
+use crate::json;
 use crate::own;
 use crate::pickle::Machine;
+use crate::rmm;
 use crate::snapshot::{self, Snapshot};
+use crate::source::Source;
+use crate::zstd;
 
 /// How much of an untrusted file the reader takes on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -32,278 +36,110 @@ impl Default for Limits {
     }
 }
 
-/// Reads the snapshot file at `path`, gzip or plain.
+/// Reads the trace at `path`: a PyTorch memory snapshot (pickle or JSON), an RMM log or a Cushion
+/// trace, plain or packed with gzip or zstd.
 ///
 /// # Errors
 ///
-/// When the file cannot be read, is not a pickle, is not a snapshot, or is over a limit.
+/// When the file cannot be read, is none of these, is broken, or is over a limit.
 pub fn open(path: &Path, limits: &Limits) -> Result<Snapshot, TraceError> {
     let file = File::open(path).map_err(|source| TraceError::Io { source })?;
+    if file.metadata().is_ok_and(|metadata| metadata.is_dir()) {
+        return Err(TraceError::Unknown { found: "a directory".to_owned() });
+    }
     read(file, limits)
 }
 
-/// Reads a snapshot, gzip or plain, from any reader; it is buffered here.
+/// Reads a trace, as [`open`] does, from any reader; it is buffered here.
 ///
 /// # Errors
 ///
-/// When the input cannot be read, is not a pickle, is not a snapshot, or is over a limit.
-pub fn read(mut input: impl Read, limits: &Limits) -> Result<Snapshot, TraceError> {
-    let mut start = Vec::with_capacity(GZIP_MAGIC.len());
+/// When the input cannot be read, is no trace, is broken, or is over a limit.
+pub fn read(input: impl Read, limits: &Limits) -> Result<Snapshot, TraceError> {
+    read_with(input, limits, &mut |_| {})
+}
+
+/// The same; `progress` is told how many bytes of the input were read so far, packed as they are,
+/// each time some were.
+///
+/// # Errors
+///
+/// When the input cannot be read, is no trace, is broken, or is over a limit.
+pub fn read_with(
+    input: impl Read,
+    limits: &Limits,
+    progress: &mut dyn FnMut(u64),
+) -> Result<Snapshot, TraceError> {
+    let mut input = Watched { input, bytes: 0, progress };
+    let mut start = Vec::with_capacity(ZSTD_MAGIC.len());
     input
         .by_ref()
-        .take(GZIP_MAGIC.len() as u64)
+        .take(ZSTD_MAGIC.len() as u64)
         .read_to_end(&mut start)
         .map_err(|source| TraceError::Io { source })?;
-    if start.is_empty() {
-        return Err(TraceError::Snapshot { what: "the file is empty".to_owned() });
-    }
-    let zipped = start == GZIP_MAGIC;
+    let (gzip, zstd) = (start.starts_with(GZIP_MAGIC), start.starts_with(ZSTD_MAGIC));
     let mut plain = Cursor::new(start).chain(input);
-    if zipped {
-        let mut unzipped = MultiGzDecoder::new(plain);
-        let mut source = Source::new(&mut unzipped, limits);
-        let snapshot = unpacked(&mut source)?;
-        // The checksum lies behind the last byte: only a reader that goes on to the end sees it.
-        source.drain()?;
-        Ok(snapshot)
+    if gzip {
+        let mut unpacked = MultiGzDecoder::new(plain);
+        read_source(&mut Source::wrapped(&mut unpacked, limits, Format::Gzip))
+    } else if zstd {
+        let mut unpacked = zstd::Unpacker::new(plain, limits.memory_bytes);
+        read_source(&mut Source::wrapped(&mut unpacked, limits, Format::Zstd))
     } else {
-        unpacked(&mut Source::new(&mut plain, limits))
+        read_source(&mut Source::new(&mut plain, limits))
     }
 }
 
-/// Reads what was wrapped: the first bytes tell what it is.
-fn unpacked(source: &mut Source<'_>) -> Result<Snapshot, TraceError> {
-    if source.starts_with(own::MAGIC)? {
-        return own::read(source).map_err(|error| error.in_format(own::FORMAT));
-    }
-    let (root, arena) = Machine::new(source).run()?;
-    snapshot::build(root, arena)
+fn read_source(source: &mut Source<'_>) -> Result<Snapshot, TraceError> {
+    let snapshot = match detect::kind(source.peek(LOOK)?) {
+        Kind::Pickle => {
+            source.read_as(Format::Pickle);
+            let (root, arena) = Machine::new(source).run()?;
+            snapshot::build(root, arena)?
+        }
+        Kind::Json => {
+            source.read_as(Format::Json);
+            let (root, arena) = json::Reader::new(source).run()?;
+            snapshot::build(root, arena)?
+        }
+        Kind::Rmm => {
+            source.read_as(Format::Rmm);
+            rmm::read(source)?
+        }
+        Kind::Own => {
+            source.read_as(Format::Own);
+            own::read(source)?
+        }
+        Kind::Other(found) => return Err(TraceError::Unknown { found }),
+    };
+    // A checksum lies behind the last byte: only a reader that goes on to the end sees it.
+    source.finish_wrapping()?;
+    Ok(snapshot)
 }
 
-const GZIP_MAGIC: [u8; 2] = [0x1f, 0x8b];
-
-/// How much is read at once; also the longest run of bytes [`Source::slice`] lends.
-pub(crate) const CHUNK: usize = 64 << 10;
-
-/// Unpacked bytes with their offset, counted against the limit as they come in.
-pub(crate) struct Source<'r> {
-    input: &'r mut dyn Read,
-    buffer: Box<[u8]>,
-    /// `buffer[next..end]` is read but not yet used.
-    next: usize,
-    end: usize,
-    /// The offset of `buffer[0]` in the unpacked stream.
-    base: u64,
-    limits: Limits,
+/// Counts what is read.
+struct Watched<'p, R> {
+    input: R,
+    bytes: u64,
+    progress: &'p mut dyn FnMut(u64),
 }
 
-impl fmt::Debug for Source<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Source").field("offset", &self.offset()).finish_non_exhaustive()
-    }
-}
-
-impl<'r> Source<'r> {
-    pub(crate) fn new(input: &'r mut dyn Read, limits: &Limits) -> Self {
-        let buffer = vec![0; CHUNK].into_boxed_slice();
-        Self { input, buffer, next: 0, end: 0, base: 0, limits: *limits }
-    }
-
-    pub(crate) fn limits(&self) -> &Limits {
-        &self.limits
-    }
-
-    /// The offset of the next byte in the unpacked stream.
-    #[inline]
-    pub(crate) fn offset(&self) -> u64 {
-        self.base + self.next as u64
-    }
-
-    /// Whether these bytes come next; they stay to be read.
-    pub(crate) fn starts_with(&mut self, start: &[u8]) -> Result<bool, TraceError> {
-        debug_assert!(self.next == 0, "only asked at the start, where the buffer has room");
-        while self.end - self.next < start.len() && self.pull()? > 0 {}
-        Ok(self.buffer[self.next..self.end].starts_with(start))
-    }
-
-    #[inline]
-    pub(crate) fn byte(&mut self) -> Result<u8, TraceError> {
-        self.array().map(|[byte]| byte)
-    }
-
-    // Lengths and memo numbers come in several widths, and mean the same in each.
-
-    #[inline]
-    pub(crate) fn u8(&mut self) -> Result<u64, TraceError> {
-        self.byte().map(u64::from)
-    }
-
-    #[inline]
-    pub(crate) fn u32(&mut self) -> Result<u64, TraceError> {
-        self.array().map(|bytes| u32::from_le_bytes(bytes).into())
-    }
-
-    #[inline]
-    pub(crate) fn u64(&mut self) -> Result<u64, TraceError> {
-        self.array().map(u64::from_le_bytes)
-    }
-
-    /// A number written out as a line of text.
-    pub(crate) fn decimal(&mut self) -> Result<u64, TraceError> {
-        let (offset, mut line) = (self.offset(), Vec::new());
-        self.line(&mut line)?;
-        let number = str::from_utf8(&line).ok().and_then(|line| line.parse().ok());
-        number.ok_or_else(|| TraceError::pickle(offset, "a number", "other text"))
-    }
-
-    #[inline]
-    pub(crate) fn array<const N: usize>(&mut self) -> Result<[u8; N], TraceError> {
-        loop {
-            if let Some(bytes) = self.buffer[self.next..self.end].first_chunk::<N>() {
-                self.next += N;
-                return Ok(*bytes);
-            }
-            self.fill(N)?;
-        }
-    }
-
-    /// The next `len` bytes, lent from the buffer; `len` is at most [`CHUNK`].
-    #[inline]
-    pub(crate) fn slice(&mut self, len: usize) -> Result<&[u8], TraceError> {
-        debug_assert!(len <= CHUNK, "a longer run does not fit the buffer: use `copy`");
-        if self.end - self.next < len {
-            self.fill(len)?;
-        }
-        let start = self.next;
-        self.next += len;
-        Ok(&self.buffer[start..self.next])
-    }
-
-    /// Puts the next `len` bytes into `into`, which grows only as they arrive.
-    pub(crate) fn copy(&mut self, len: u64, into: &mut Vec<u8>) -> Result<(), TraceError> {
-        into.clear();
-        let limit = self.limits.memory_bytes;
-        self.pieces(len, |offset, piece| {
-            into.extend_from_slice(piece);
-            within(limit, into.len(), offset)
-        })
-    }
-
-    /// Passes over the next `len` bytes.
-    pub(crate) fn skip(&mut self, len: u64) -> Result<(), TraceError> {
-        self.pieces(len, |_, _| Ok(()))
-    }
-
-    /// Puts the bytes up to the next line feed, without it, into `into`.
-    pub(crate) fn line(&mut self, into: &mut Vec<u8>) -> Result<(), TraceError> {
-        into.clear();
-        loop {
-            let byte = self.byte()?;
-            if byte == b'\n' {
-                return Ok(());
-            }
-            into.push(byte);
-            within(self.limits.memory_bytes, into.len(), self.offset())?;
-        }
-    }
-
-    /// Reads on to the end of the input, for the checks that only happen there.
-    pub(crate) fn drain(&mut self) -> Result<(), TraceError> {
-        loop {
-            self.base += self.end as u64;
-            (self.next, self.end) = (0, 0);
-            if self.pull()? == 0 {
-                return Ok(());
-            }
-        }
-    }
-
-    fn pieces(
-        &mut self,
-        len: u64,
-        mut each: impl FnMut(u64, &[u8]) -> Result<(), TraceError>,
-    ) -> Result<(), TraceError> {
-        let mut left = len;
-        while left > 0 {
-            if self.next == self.end {
-                self.base += self.end as u64;
-                (self.next, self.end) = (0, 0);
-                if self.pull()? == 0 {
-                    return Err(self.cut_short(left));
-                }
-            }
-            let here = self.end - self.next;
-            let take = usize::try_from(left).map_or(here, |left| left.min(here));
-            let offset = self.offset();
-            each(offset, &self.buffer[self.next..self.next + take])?;
-            self.next += take;
-            left -= take as u64;
-        }
-        Ok(())
-    }
-
-    /// Makes at least `want` unused bytes lie in the buffer.
-    #[cold]
-    fn fill(&mut self, want: usize) -> Result<(), TraceError> {
-        self.buffer.copy_within(self.next..self.end, 0);
-        self.base += self.next as u64;
-        self.end -= self.next;
-        self.next = 0;
-        while self.end < want {
-            if self.pull()? == 0 {
-                return Err(self.cut_short((want - self.end) as u64));
-            }
-        }
-        Ok(())
-    }
-
-    /// One read into the free end of the buffer: the count of bytes, zero at the end.
-    fn pull(&mut self) -> Result<usize, TraceError> {
-        let got = loop {
-            match self.input.read(&mut self.buffer[self.end..]) {
-                Ok(got) => break got,
-                Err(error) if error.kind() == ErrorKind::Interrupted => {}
-                // The gzip decoder's word for a file that stops in the middle.
-                Err(error) if error.kind() == ErrorKind::UnexpectedEof => {
-                    let offset = self.base + self.end as u64;
-                    let expected = "the rest of the gzip stream";
-                    return Err(TraceError::pickle(offset, expected, "the end of the file"));
-                }
-                Err(source) => return Err(TraceError::Io { source }),
-            }
-        };
-        self.end += got;
-        let limit = self.limits.unpacked_bytes;
-        if self.base + self.end as u64 > limit {
-            let what = "the unpacked length";
-            return Err(TraceError::Limit { offset: limit, what, limit, field: "unpacked_bytes" });
-        }
+impl<R: Read> Read for Watched<'_, R> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let got = self.input.read(buffer)?;
+        self.bytes += got as u64;
+        (self.progress)(self.bytes);
         Ok(got)
     }
-
-    fn cut_short(&self, missing: u64) -> TraceError {
-        let expected = match missing {
-            1 => "one more byte".to_owned(),
-            _ => format!("{missing} more bytes"),
-        };
-        TraceError::pickle(self.base + self.end as u64, expected, "the end of the file")
-    }
-}
-
-/// A single value counts against the memory limit while it is still being put together.
-fn within(limit: u64, len: usize, offset: u64) -> Result<(), TraceError> {
-    if len as u64 <= limit {
-        return Ok(());
-    }
-    Err(TraceError::Limit { offset, what: "one long value", limit, field: "memory_bytes" })
 }
 
 #[cfg(test)]
 mod tests {
-    use std::io::{self, Write};
+    use std::io::{self, ErrorKind, Write};
 
     use flate2::Compression;
     use flate2::write::GzEncoder;
+    use ruzstd::encoding::{CompressionLevel, compress_to_vec};
 
     use super::*;
     use crate::pickle::write::{dict, int, snapshot, text};
@@ -373,17 +209,52 @@ mod tests {
             assert!(load(&zipped[..len]).is_err(), "cut to {len}");
         }
         let cut = load(&zipped[..zipped.len() - 4]).expect_err("cut in the checksum");
-        assert!(cut.to_string().contains("the rest of the gzip stream"), "{cut}");
+        assert!(cut.to_string().contains("the rest of the gzip wrapping"), "{cut}");
         let mut flipped = zipped;
         let checksum = flipped.len() - 8;
         flipped[checksum] ^= 1;
-        assert!(matches!(load(&flipped), Err(TraceError::Io { .. })));
+        let flipped = load(&flipped).expect_err("a wrong checksum");
+        assert!(matches!(flipped, TraceError::Broken { format: Format::Gzip, .. }), "{flipped}");
+    }
+
+    #[test]
+    fn zstd_is_read_frame_by_frame() {
+        let (pickle, plain) = (pickle(), load(&pickle()).unwrap());
+        let zstd = |bytes: &[u8]| compress_to_vec(bytes, CompressionLevel::Fastest);
+        assert_eq!(load(&zstd(&pickle)).unwrap(), plain);
+        let (start, end) = pickle.split_at(10);
+        // A frame that readers are to skip lies between the two.
+        let skipped = [&[0x50, 0x2a, 0x4d, 0x18, 3, 0, 0, 0][..], b"abc"].concat();
+        let frames = [zstd(start), skipped.clone(), zstd(end)].concat();
+        assert_eq!(load(&frames).unwrap(), plain);
+        for len in 4..frames.len() {
+            // At the end of a frame there may be no other: the pickle is cut short then.
+            assert!(load(&frames[..len]).is_err(), "cut to {len}");
+        }
+        let mut flipped = zstd(&pickle);
+        let last = flipped.len() - 1;
+        flipped[last] ^= 1;
+        let error = load(&flipped).expect_err("damage");
+        assert!(matches!(error, TraceError::Broken { format: Format::Zstd, .. }), "{error}");
+        // A window of 2 TiB.
+        let absurd = [ZSTD_MAGIC, &[0x00, 0xf8, 1, 0, 0]].concat();
+        let error = load(&absurd).expect_err("an absurd window");
+        assert!(error.to_string().contains("its window is"), "{error}");
+    }
+
+    #[test]
+    fn progress_counts_the_packed_bytes() {
+        let packed = gzip(&pickle());
+        let mut told = Vec::new();
+        read_with(&packed[..], &Limits::default(), &mut |bytes| told.push(bytes)).unwrap();
+        assert!(told.is_sorted());
+        assert_eq!(told.last(), Some(&(packed.len() as u64)));
     }
 
     #[test]
     fn a_bomb_meets_the_limit() {
         // A string of 64 MiB in a file of some hundred kilobytes.
-        let bomb = gzip(&text(&"x".repeat(64 << 20)));
+        let bomb = gzip(&[b"\x80\x04".to_vec(), text(&"x".repeat(64 << 20))].concat());
         assert!(bomb.len() < 1 << 20);
         let limits = Limits { unpacked_bytes: 1 << 20, ..Limits::default() };
         let error = read(&bomb[..], &limits).expect_err("over the limit");
@@ -405,6 +276,6 @@ mod tests {
             assert!(load(bytes).is_err(), "{bytes:?}");
         }
         let empty = load(b"").expect_err("an empty file");
-        assert!(empty.to_string().contains("the file is empty"), "{empty}");
+        assert!(empty.to_string().contains("an empty file"), "{empty}");
     }
 }

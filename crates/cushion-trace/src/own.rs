@@ -12,20 +12,17 @@ use flate2::Compression;
 use flate2::write::GzEncoder;
 
 use crate::columns::{Decoder, Encoder, GROUP, broken, number, stack_of};
+use crate::detect::OWN_MAGIC as MAGIC;
 use crate::error::TraceError;
 use crate::events::Events;
-use crate::open::Source;
 use crate::pack::{put_number, unzigzag, zigzag};
-use crate::snapshot::{Block, BlockState, Segment, Settings, Snapshot};
+use crate::snapshot::{Block, BlockState, Origin, Segment, Settings, Snapshot};
+use crate::source::Source;
 use crate::stacks::{Frame, StackId, StackTable, Stacks};
 
-/// How every such file starts, once unpacked; a byte with the version follows.
-pub(crate) const MAGIC: &[u8] = b"CUSHION";
-/// What such a file is called in messages.
-pub(crate) const FORMAT: &str = "Cushion trace";
-const VERSION: u8 = 1;
-/// Where the events come from: PyTorch's allocator.
+// Where the events come from.
 const FROM_TORCH: u8 = 0;
+const FROM_RMM: u8 = 1;
 
 // Each part starts with a letter, so that a reader that has lost its way notices.
 const SETTINGS: u8 = b'A';
@@ -56,9 +53,13 @@ pub(crate) fn write(snapshot: &Snapshot, out: impl Write) -> io::Result<()> {
 
 /// Writes the file without the wrapping.
 fn write_bare(snapshot: &Snapshot, out: &mut impl Write) -> io::Result<()> {
-    let Snapshot { segments, devices, settings, stacks } = snapshot;
+    let Snapshot { segments, devices, settings, stacks, origin } = snapshot;
     let mut bytes = MAGIC.to_vec();
-    bytes.extend_from_slice(&[VERSION, FROM_TORCH]);
+    let origin = match origin {
+        Origin::Torch => FROM_TORCH,
+        Origin::Rmm => FROM_RMM,
+    };
+    bytes.push(origin);
     put_settings(&mut bytes, settings);
     put_stacks(&mut bytes, stacks);
     bytes.push(MEMORY);
@@ -253,24 +254,21 @@ pub(crate) fn read(source: &mut Source<'_>) -> Result<Snapshot, TraceError> {
     let mut reader = Reader { source, held: 0 };
     reader.source.skip(MAGIC.len() as u64)?;
     let offset = reader.source.offset();
-    let version = reader.source.byte()?;
-    if version != VERSION {
-        let expected = format!("version {VERSION}, the one this program knows");
-        return Err(broken(offset, expected, format!("version {version}")));
-    }
-    let offset = reader.source.offset();
-    let origin = reader.source.byte()?;
-    if origin != FROM_TORCH {
-        let expected = "0, for events of PyTorch";
-        return Err(broken(offset, expected, format!("{origin}")));
-    }
+    let origin = match reader.source.byte()? {
+        FROM_TORCH => Origin::Torch,
+        FROM_RMM => Origin::Rmm,
+        other => {
+            let expected = "0 or 1, for events of PyTorch or RMM";
+            return Err(broken(offset, expected, format!("{other}")));
+        }
+    };
     let settings = reader.settings()?;
     let stacks = reader.stacks()?;
     let known = stacks.counts().1;
     let segments = reader.segments(known)?;
     let devices = reader.devices(known)?;
     reader.end(&segments, &devices)?;
-    Ok(Snapshot { segments, devices, settings, stacks })
+    Ok(Snapshot { segments, devices, settings, stacks, origin })
 }
 
 struct Reader<'s, 'r> {
@@ -301,12 +299,7 @@ impl Reader<'_, '_> {
     }
 
     fn within(&self, held: usize) -> Result<(), TraceError> {
-        let limit = self.source.limits().memory_bytes;
-        if held as u64 <= limit {
-            return Ok(());
-        }
-        let (offset, what) = (self.source.offset(), "the memory needed");
-        Err(TraceError::Limit { offset, what, limit, field: "memory_bytes" })
+        self.source.check_memory(held, self.source.offset())
     }
 
     fn text(&mut self) -> Result<Arc<str>, TraceError> {
@@ -418,7 +411,7 @@ impl Reader<'_, '_> {
             let at = self.source.offset();
             let (_, before) = table.counts();
             let caller = stack_of(self.number()?, before, at)?;
-            table.push(caller, frame);
+            table.push_on(caller, frame);
             if table.counts().1 as u64 != place + 1 {
                 let expected = "a stack that was not listed before";
                 return Err(broken(offset, expected, "one that was"));
@@ -581,7 +574,7 @@ pub(crate) mod tests {
                     let (name, filename, line) = &frames[place % frames.len()];
                     let (name, filename) = (name.as_str().into(), filename.as_str().into());
                     let frame = table.intern(Frame { name, filename, line: *line }).unwrap();
-                    caller = table.push(caller, frame);
+                    caller = table.push_on(caller, frame);
                 }
             }
             table.finish()
@@ -651,8 +644,9 @@ pub(crate) mod tests {
     /// Any snapshot that a reader could have made.
     pub(crate) fn any_snapshot() -> impl Strategy<Value = Snapshot> {
         let devices = vec(vec(any_event(), 0..40), 0..3);
-        (any_stacks(), vec(any_segment(), 0..4), devices, any_settings()).prop_map(
-            |(stacks, mut segments, devices, settings)| {
+        let origin = prop::sample::select(vec![Origin::Torch, Origin::Rmm]);
+        (any_stacks(), vec(any_segment(), 0..4), devices, any_settings(), origin).prop_map(
+            |(stacks, mut segments, devices, settings, origin)| {
                 let known = u32::try_from(stacks.counts().1).unwrap();
                 let fit = |stack: &mut Option<StackId>| {
                     *stack = stack.filter(|stack| stack.number() <= known);
@@ -670,7 +664,7 @@ pub(crate) mod tests {
                         })
                         .collect()
                 });
-                Snapshot { devices: devices.collect(), segments, settings, stacks }
+                Snapshot { devices: devices.collect(), segments, settings, stacks, origin }
             },
         )
     }
@@ -715,7 +709,7 @@ pub(crate) mod tests {
         let mut table = StackTable::default();
         let frame = Frame { name: "step".into(), filename: "train.py".into(), line: 42 };
         let frame = table.intern(frame).unwrap();
-        let stack = table.push(None, frame);
+        let stack = table.push_on(None, frame);
         let address = 0x7f00_0000_0000;
         let time = 1_763_000_000_000_000;
         let block = |address, size, requested_size, state, stack| Block {
@@ -756,6 +750,7 @@ pub(crate) mod tests {
                 ..Settings::default()
             },
             stacks: table.finish(),
+            origin: Origin::Torch,
         }
     }
 
@@ -785,21 +780,11 @@ pub(crate) mod tests {
         }
     }
 
-    #[test]
-    fn another_version_is_told_apart() {
-        let mut bytes = bare(&example());
-        bytes[MAGIC.len()] = 2;
-        let error = load(&bytes).expect_err("from the future").to_string();
-        assert!(error.contains("at byte 7 "), "{error}");
-        assert!(error.contains("expected version 1, the one this program knows"), "{error}");
-        assert!(error.ends_with("found version 2"), "{error}");
-    }
-
     /// Counts in the billions, and little behind them: an error, soon and in little memory.
     #[test]
     fn counts_are_not_believed() {
         let limits = Limits { memory_bytes: 1 << 20, ..Limits::default() };
-        let start = [MAGIC, &[VERSION, FROM_TORCH]].concat();
+        let start = [MAGIC, &[FROM_TORCH]].concat();
         let huge = [0xff, 0xff, 0xff, 0xff, 0x7f];
         let parts: [&[u8]; 5] =
             [b"A\x04", b"A\0T", b"A\0T\0F\0S\0M", b"A\0T\0F\0S\0M\0E", b"A\x01"];
@@ -818,7 +803,7 @@ pub(crate) mod tests {
     #[test]
     fn what_does_not_exist_cannot_be_referred_to() {
         let fault = |part: &[u8]| {
-            let bytes = [MAGIC, &[VERSION, FROM_TORCH], part].concat();
+            let bytes = [MAGIC, &[FROM_TORCH], part].concat();
             load(&bytes).expect_err("unsound").to_string()
         };
         for (part, expected, found) in [
@@ -842,7 +827,7 @@ pub(crate) mod tests {
             assert!(error.ends_with(&end), "{}: {error}", part.escape_ascii());
         }
         let mut other = bare(&example());
-        other[MAGIC.len() + 1] = 9;
+        other[MAGIC.len()] = 9;
         assert!(load(&other).is_err());
     }
 }

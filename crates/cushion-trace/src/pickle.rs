@@ -6,45 +6,9 @@
 //! almost all of it events, so a dict with an `action` becomes a compact event as its items
 //! arrive, moves into its list when it is appended, and gives its place to the next dict.
 
-use std::collections::HashMap;
-
-use crate::arena::{Arena, DictId, Value};
-use crate::error::TraceError;
-use crate::open::{CHUNK, Source};
-
-/// The pickle's memo. Writers count up from zero, so that is an array; a number far ahead, which
-/// only a hostile file has, goes into a map rather than making the array that long.
-#[derive(Debug, Default)]
-struct Memo {
-    dense: Vec<Value>,
-    sparse: HashMap<u64, Value>,
-}
-
-impl Memo {
-    /// The number MEMOIZE gives next.
-    #[inline]
-    fn len(&self) -> u64 {
-        (self.dense.len() + self.sparse.len()) as u64
-    }
-
-    #[inline]
-    fn get(&self, index: u64) -> Option<Value> {
-        match usize::try_from(index).ok().and_then(|index| self.dense.get(index)) {
-            Some(&value) => Some(value),
-            None => self.sparse.get(&index).copied(),
-        }
-    }
-
-    #[inline]
-    fn put(&mut self, index: u64, value: Value) {
-        let len = self.dense.len();
-        match usize::try_from(index) {
-            Ok(index) if index < len => self.dense[index] = value,
-            Ok(index) if index == len && self.sparse.is_empty() => self.dense.push(value),
-            _ => _ = self.sparse.insert(index, value),
-        }
-    }
-}
+use crate::arena::{Arena, Value};
+use crate::error::{Format, TraceError};
+use crate::source::{CHUNK, Source};
 
 macro_rules! opcodes {
     ($($name:ident = $byte:literal),* $(,)?) => {
@@ -74,7 +38,6 @@ pub(crate) struct Machine<'s, 'r> {
     stack: Vec<Value>,
     /// Heights of the stack at which a MARK lies.
     marks: Vec<usize>,
-    memo: Memo,
     arena: Arena,
     scratch: Vec<u8>,
     /// The offset from which the memory limit is due to be looked at again.
@@ -87,8 +50,7 @@ impl<'s, 'r> Machine<'s, 'r> {
             source,
             stack: Vec::new(),
             marks: Vec::new(),
-            memo: Memo::default(),
-            arena: Arena::new(),
+            arena: Arena::new(Format::Pickle),
             scratch: Vec::new(),
             next_check: 0,
         }
@@ -139,7 +101,7 @@ impl<'s, 'r> Machine<'s, 'r> {
                 self.push(Value::Dict(dict))
             }
             op::MEMOIZE => {
-                let index = self.memo.len();
+                let index = self.arena.memo_len();
                 self.put(|_| Ok(index))
             }
             op::LONG_BINPUT => self.put(Source::u32),
@@ -226,7 +188,11 @@ impl<'s, 'r> Machine<'s, 'r> {
                 self.fill_dict(dict, from)?;
                 self.push(Value::Dict(dict))
             }
-            op::DUP => self.push(self.top()?),
+            op::DUP => {
+                let top = self.top()?;
+                self.arena.share(top);
+                self.push(top)
+            }
             // POP takes a mark where one is on top.
             op::POP if self.marks.last() == Some(&self.stack.len()) => self.pop_mark().map(drop),
             op::POP => self.pop().map(drop),
@@ -268,19 +234,13 @@ impl<'s, 'r> Machine<'s, 'r> {
 
     #[cold]
     fn broken(&self, expected: &str, found: impl Into<String>) -> TraceError {
-        TraceError::pickle(self.arena.at, expected, found)
+        self.arena.broken(expected, found)
     }
 
     fn check_memory(&mut self) -> Result<(), TraceError> {
-        let limit = self.source.limits().memory_bytes;
-        let values = self.stack.len() + self.memo.dense.len() + 3 * self.memo.sparse.len();
+        let values = self.stack.len() * size_of::<Value>();
         let marks = self.marks.len() * size_of::<usize>();
-        let tables = self.arena.held();
-        let held = (tables + values * size_of::<Value>() + marks) as u64;
-        if held > limit {
-            let (offset, what) = (self.arena.at, "the memory needed");
-            return Err(TraceError::Limit { offset, what, limit, field: "memory_bytes" });
-        }
+        self.source.check_memory(self.arena.held() + values + marks, self.arena.at)?;
         self.next_check = self.arena.at + CHUNK as u64;
         Ok(())
     }
@@ -334,7 +294,7 @@ impl<'s, 'r> Machine<'s, 'r> {
     }
 
     #[inline]
-    fn fill_dict(&mut self, dict: DictId, from: usize) -> Result<(), TraceError> {
+    fn fill_dict(&mut self, dict: u32, from: usize) -> Result<(), TraceError> {
         let (items, odd) = self.stack[from..].as_chunks();
         if !odd.is_empty() {
             return Err(self.broken("keys with a value each", "a key without one"));
@@ -368,14 +328,7 @@ impl<'s, 'r> Machine<'s, 'r> {
     #[inline]
     fn get(&mut self, index: impl Operand<'r>) -> Result<(), TraceError> {
         let index = index(self.source)?;
-        let Some(value) = self.memo.get(index) else {
-            let found = format!("number {index}, which was never written");
-            return Err(self.broken("a memo entry", found));
-        };
-        // Said here, where the reference is, rather than where the value is used.
-        if let Value::Dict(id) = value {
-            self.arena.dict(id)?;
-        }
+        let value = self.arena.recall(index)?;
         self.push(value)
     }
 
@@ -383,7 +336,7 @@ impl<'s, 'r> Machine<'s, 'r> {
     fn put(&mut self, index: impl Operand<'r>) -> Result<(), TraceError> {
         let index = index(self.source)?;
         let top = self.top()?;
-        self.memo.put(index, top);
+        self.arena.memoize(index, top);
         Ok(())
     }
 
@@ -516,7 +469,7 @@ pub(crate) mod write {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use proptest::collection::vec;
     use proptest::prelude::*;
 
@@ -610,7 +563,7 @@ mod tests {
         \x00external_annotationsqF]qG}qH(h\x10X\x03\x00\x00\x00rawqIX\x03\x00\x00\x00bigqJ\x8a\x0b\
         \x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x01X\x04\x00\x00\x00noneqKNuau.";
 
-    const PROTOCOL_4: &[u8] = b"\x80\x04\x95\x16\x04\x00\x00\x00\x00\x00\x00}\x94(\x8c\x08segments\x94]\x94}\x94(\x8c\x06d\
+    pub(crate) const PROTOCOL_4: &[u8] = b"\x80\x04\x95\x16\x04\x00\x00\x00\x00\x00\x00}\x94(\x8c\x08segments\x94]\x94}\x94(\x8c\x06d\
         evice\x94K\x00\x8c\x07address\x94\x8a\x07\x00\x00\x00\x00\x00\x80\x00\x8c\ntotal_size\x94J\
         \x00\x00 \x00\x8c\x06stream\x94K\x00\x8c\x0csegment_type\x94\x8c\x05small\x94\x8c\x0fsegme\
         nt_pool_id\x94K\x00K\x00\x86\x94\x8c\ris_expandable\x94\x89\x8c\x06frames\x94]\x94(}\x94(\
@@ -664,6 +617,12 @@ mod tests {
     /// The error of a pickle that cannot be read.
     fn error(pickle: &[u8]) -> TraceError {
         value(pickle).expect_err("this pickle is broken")
+    }
+
+    /// Where a pickle is broken.
+    fn at(error: &TraceError) -> u64 {
+        let TraceError::Broken { offset, .. } = error else { panic!("{error}") };
+        offset.byte
     }
 
     fn alloc() -> Vec<(&'static str, Vec<u8>)> {
@@ -741,7 +700,7 @@ mod tests {
             assert_eq!(value(pickle).unwrap(), expected, "{pickle:?}");
         }
         for pickle in [&b"I\n."[..], b"Ix\n.", b"L--1L\n.", b"Fx\n.", b"\x8b\xff\xff\xff\xff."] {
-            assert!(matches!(error(pickle), TraceError::Broken { offset: 0, .. }), "{pickle:?}");
+            assert!(at(&error(pickle)) == 0, "{pickle:?}");
         }
     }
 
@@ -807,7 +766,7 @@ mod tests {
             assert!(matches!(error(&[b'N', opcode]), TraceError::Code { offset: 1, .. }));
         }
         for opcode in [b'S', 0x8f, 0x97, 0, 0xff] {
-            assert!(matches!(error(&[opcode]), TraceError::Broken { offset: 0, .. }));
+            assert!(at(&error(&[opcode])) == 0);
         }
     }
 
@@ -827,7 +786,7 @@ mod tests {
             let TraceError::Broken { offset, expected, found, .. } = error else {
                 panic!("{error}")
             };
-            assert_eq!((offset, &found[..]), (12, "the end of the file"));
+            assert_eq!((offset.byte, &found[..]), (12, "the end of the file"));
             assert_eq!(expected, format!("{} more bytes", (1_u64 << 60) - 3));
         }
     }
@@ -852,7 +811,7 @@ mod tests {
         let again = snapshot(&[event.clone(), vec![op::APPENDS, op::MARK, op::BINGET, 0]]);
         let error = load(&again).expect_err("the dict is gone");
         let at = again.iter().rposition(|&byte| byte == op::BINGET).unwrap() as u64;
-        assert!(matches!(error, TraceError::Broken { offset, .. } if offset == at), "{error}");
+        assert!(self::at(&error) == at, "{error}");
         // Also where another event has taken its place, and where it comes twice at once.
         let later = [vec![op::APPENDS, op::MARK], dict(&alloc()), vec![op::BINGET, 0]].concat();
         assert!(load(&snapshot(&[event.clone(), later])).is_err());
@@ -890,7 +849,58 @@ mod tests {
         let mut source = Source::new(&mut input, &Limits::default());
         let (_, arena) = Machine::new(&mut source).run().unwrap();
         assert_eq!(arena.dicts.len(), 1);
-        assert!(matches!(&arena.lists[0], List::Events(events) if events.len() == 1000));
+        assert!(matches!(&arena.lists[0].holds, List::Events(events) if events.len() == 1000));
+    }
+
+    #[test]
+    fn places_of_what_is_in_events_are_used_again() {
+        // Each event has its own list of frames, its own pool and something of another version, all
+        // in the memo, as Python writes them.
+        let memo = vec![op::MEMOIZE];
+        let frame = dict(&[("name", text("f")), ("line", int(1))]);
+        let event = |n: i64| {
+            let frames = [list(&[[frame.clone(), memo.clone()].concat()]), memo.clone()].concat();
+            let pool = [list(&[int(0), int(n % 3)]), memo.clone()].concat();
+            let novelty = [list(&[dict(&[("deep", list(&[]))])]), memo.clone()].concat();
+            let more = [("frames", frames), ("pool_id", pool), ("novelty", novelty)];
+            [dict(&[&alloc()[..], &more].concat()), memo.clone()].concat()
+        };
+        let one = |n| [vec![op::MARK], event(n), vec![op::APPENDS]].concat();
+        let all: Vec<u8> = (0..1000).flat_map(one).collect();
+        let pickle = [vec![op::EMPTY_LIST], all, vec![op::STOP]].concat();
+        let mut input = &pickle[..];
+        let mut source = Source::new(&mut input, &Limits::default());
+        let (_, arena) = Machine::new(&mut source).run().unwrap();
+        assert!(arena.dicts.len() < 10 && arena.lists.len() < 10);
+        assert!(arena.held() < 60_000, "{}", arena.held());
+        let List::Events(events) = &arena.lists[0].holds else { panic!("no events") };
+        assert!(events.iter().zip(0..).all(|(event, n)| event.pool == Some((0, n % 3))));
+        assert!(events.iter().all(|event| event.stack == events.get(0).unwrap().stack));
+    }
+
+    #[test]
+    fn what_was_read_may_be_named_again() {
+        // Frames, a frame, an empty list, a pool and something of another version: once in the first
+        // event, and from the memo in the second.
+        let put = |value: Vec<u8>, n: u8| [value, vec![op::BINPUT, n]].concat();
+        let frame = put(dict(&[("name", text("f"))]), 0);
+        let parts = [
+            ("frames", put(list(&[frame]), 1)),
+            ("pool_id", put(list(&[int(1), int(2)]), 2)),
+            ("novelty", put(list(&[put(dict(&[]), 3)]), 4)),
+        ];
+        let get = |n: u8| vec![op::BINGET, n];
+        let again = [("frames", get(1)), ("pool_id", get(2)), ("novelty", list(&[get(3), get(4)]))];
+        let own = [("frames", list(&[get(0)])), ("pool_id", get(2)), ("novelty", get(4))];
+        let event = |more: &[(&str, Vec<u8>)]| dict(&[&alloc()[..], more].concat());
+        let events = load(&snapshot(&[event(&parts), event(&again), event(&own)])).unwrap();
+        let first = events.devices[0].get(0).unwrap();
+        assert!(first.stack.is_some() && first.pool == Some((1, 2)));
+        assert!(events.devices[0].iter().all(|event| event == first));
+        // What was passed over is not there any more where it would matter.
+        let late = [&alloc()[..], &[("frames", get(4))]].concat();
+        let error = load(&snapshot(&[event(&parts), dict(&late)])).expect_err("no frames");
+        assert!(error.to_string().contains("something of another use"), "{error}");
     }
 
     #[test]
@@ -898,10 +908,12 @@ mod tests {
         let limits = Limits { memory_bytes: 1 << 20, ..Limits::default() };
         let many = |opcode: &[u8]| opcode.repeat(200_000);
         for pickle in [many(b"]"), many(b"}"), many(b"N"), many(b"("), many(b")"), many(b"]Na")] {
-            let error = read(&pickle[..], &limits).expect_err("over the limit");
+            let error = read(&[&b"\x80\x04"[..], &pickle].concat()[..], &limits)
+                .expect_err("over the limit");
             assert!(matches!(error, TraceError::Limit { field: "memory_bytes", .. }), "{error}");
         }
-        let long = read(&text(&"x".repeat(2 << 20))[..], &limits).expect_err("over the limit");
+        let long = [b"\x80\x04".to_vec(), text(&"x".repeat(2 << 20))].concat();
+        let long = read(&long[..], &limits).expect_err("over the limit");
         assert!(matches!(long, TraceError::Limit { field: "memory_bytes", .. }), "{long}");
     }
 
@@ -957,7 +969,7 @@ mod tests {
         fn any_opcodes_never_panic(
             codes in vec(prop::sample::select(OPCODES), 0..80),
         ) {
-            let _ = load(&codes);
+            let _ = load(&[&b"\x80\x04"[..], &codes].concat());
             // On top of a dict that looks like an event, in a list.
             let event = b"]\x94}\x94(\x8c\x06action\x8c\x05alloc\
                 \x8c\x04addrK\x01\x8c\x04sizeK\x01u";

@@ -23,6 +23,18 @@ pub struct Snapshot {
     pub settings: Settings,
     /// The stacks that events refer to.
     pub stacks: Stacks,
+    /// What recorded it.
+    pub origin: Origin,
+}
+
+/// What recorded a trace.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Origin {
+    /// PyTorch's caching allocator: requests, segments and their driver calls.
+    #[default]
+    Torch,
+    /// RAPIDS Memory Manager's log: requests only, no segments.
+    Rmm,
 }
 
 /// One thing the allocator did.
@@ -257,7 +269,10 @@ impl Draft {
         value: Value,
         arena: &mut Arena,
     ) -> Result<(), TraceError> {
-        let Some(name) = Name::of(key) else { return Ok(()) };
+        let Some(name) = Name::of(key) else {
+            arena.discard(value);
+            return Ok(());
+        };
         let event = &mut self.event;
         let taken = match name {
             Name::Action => {
@@ -279,7 +294,7 @@ impl Draft {
             Name::Stream => value.bits().map(|stream| event.stream = stream).is_some(),
             Name::TimeUs => value.unsigned().map(|time| event.time_us = time).is_some(),
             Name::PoolId => {
-                event.pool = arena.pair(value);
+                event.pool = arena.take_pair(value)?;
                 event.pool.is_some() || value == Value::None
             }
             Name::Frames if value == Value::None => true,
@@ -287,7 +302,10 @@ impl Draft {
                 event.stack = arena.stack(value)?;
                 true
             }
-            _ => true,
+            _ => {
+                arena.discard(value);
+                true
+            }
         };
         if taken { Ok(()) } else { Err(Self::fault(name, value, arena.at)) }
     }
@@ -305,8 +323,7 @@ impl Draft {
             _ => Name::Addr,
         };
         let (action, key) = (self.event.action.name(), key.text());
-        let what = format!("an event `{action}` before byte {at} has no `{key}`");
-        Err(TraceError::snapshot(what))
+        Err(TraceError::snapshot(at, format!("an event `{action}` has no `{key}`")))
     }
 
     #[cold]
@@ -318,13 +335,14 @@ impl Draft {
             _ => "an int of 64 bits that is not negative",
         };
         let (key, found) = (name.text(), value.kind());
-        TraceError::snapshot(format!(
-            "in the event that ends at byte {at}, `{key}` is {found}, expected {expected}"
-        ))
+        TraceError::snapshot(at, format!("`{key}` of an event is {found}, expected {expected}"))
     }
 }
 
-/// Makes the snapshot of the value a pickle built.
+/// More devices than any machine has. An empty list may be named again and again in two bytes each.
+const MAX_DEVICES: usize = 1024;
+
+/// Makes the snapshot of the value a file built.
 pub(crate) fn build(root: Value, mut arena: Arena) -> Result<Snapshot, TraceError> {
     let top = Record::take(root, Place::Top, &mut arena)?;
     let segment_list = top.list(Name::Segments, &mut arena)?;
@@ -332,6 +350,13 @@ pub(crate) fn build(root: Value, mut arena: Arena) -> Result<Snapshot, TraceErro
     let mut segments = Vec::with_capacity(segment_list.len());
     for (i, value) in segment_list.into_iter().enumerate() {
         segments.push(segment(i, value, &mut arena)?);
+    }
+    if device_list.len() > MAX_DEVICES {
+        let what = format!(
+            "`device_traces` has {} devices, expected at most {MAX_DEVICES}",
+            device_list.len()
+        );
+        return Err(TraceError::snapshot(arena.at, what));
     }
     let mut devices = Vec::with_capacity(device_list.len());
     for (i, value) in device_list.into_iter().enumerate() {
@@ -341,12 +366,19 @@ pub(crate) fn build(root: Value, mut arena: Arena) -> Result<Snapshot, TraceErro
         Some(value) => settings(value, &mut arena)?,
         None => Settings::default(),
     };
-    Ok(Snapshot { segments, devices, settings, stacks: arena.into_stacks().finish() })
+    Ok(Snapshot {
+        segments,
+        devices,
+        settings,
+        stacks: arena.into_stacks().finish(),
+        origin: Origin::Torch,
+    })
 }
 
 fn events(device: usize, value: Value, arena: &mut Arena) -> Result<Events, TraceError> {
     let list = match value {
         Value::List(id) => arena.take_list(id),
+        Value::Stack(None) => List::Values(Vec::new()),
         _ => List::Values(vec![value]),
     };
     let found = match list {
@@ -358,7 +390,7 @@ fn events(device: usize, value: Value, arena: &mut Arena) -> Result<Events, Trac
         List::Gone => "a list that was used before",
     };
     let what = format!("`device_traces[{device}]` is {found}, expected a list of events");
-    Err(TraceError::snapshot(what))
+    Err(TraceError::snapshot(arena.at, what))
 }
 
 fn segment(index: usize, value: Value, arena: &mut Arena) -> Result<Segment, TraceError> {
@@ -484,6 +516,8 @@ impl fmt::Display for Place {
 struct Record {
     items: Vec<[Value; 2]>,
     place: Place,
+    /// Where the file's value ends.
+    at: u64,
 }
 
 impl Record {
@@ -492,12 +526,12 @@ impl Record {
     fn take(value: Value, place: Place, arena: &mut Arena) -> Result<Self, TraceError> {
         let found = match value {
             Value::Dict(id) => match arena.take_items(id) {
-                Some(items) => return Ok(Self { items, place }),
+                Some(items) => return Ok(Self { items, place, at: arena.at }),
                 None => "a dict that was used before",
             },
             _ => value.kind(),
         };
-        Err(TraceError::snapshot(format!("{place} is {found}, expected a dict")))
+        Err(TraceError::snapshot(arena.at, format!("{place} is {found}, expected a dict")))
     }
 
     /// The value of a key, unless it is `None`; of a key given twice, the last.
@@ -538,6 +572,8 @@ impl Record {
                 List::Values(values) => Ok(values),
                 _ => Err(self.fault(name, "a list of its own")),
             },
+            // An empty list, once it was read as the frames of something.
+            Some(Value::Stack(None)) => Ok(Vec::new()),
             _ => Err(self.fault(name, "a list")),
         }
     }
@@ -554,12 +590,13 @@ impl Record {
     #[cold]
     fn fault(&self, name: Name, expected: &str) -> TraceError {
         let (place, key) = (self.place, name.text());
-        TraceError::snapshot(match self.get(name) {
+        let what = match self.get(name) {
             None => format!("{place} has no `{key}`"),
             Some(found) => {
                 format!("`{key}` of {place} is {}, expected {expected}", found.kind())
             }
-        })
+        };
+        TraceError::snapshot(self.at, what)
     }
 }
 
@@ -576,7 +613,7 @@ mod tests {
     /// What is wrong with a pickle that is not a snapshot.
     fn fault(pickle: &[u8]) -> String {
         match load(pickle) {
-            Err(TraceError::Snapshot { what }) => what,
+            Err(TraceError::Snapshot { what, .. }) => what,
             other => panic!("{other:?}"),
         }
     }
@@ -655,10 +692,15 @@ mod tests {
         assert!(lacks(&[alloc.clone(), size.clone()]).ends_with("has no `addr`"));
         assert!(lacks(&[oom, size]).ends_with("has no `device_free`"));
         assert!(lacks(&[alloc.clone(), ("addr", int(1))]).ends_with("has no `size`"));
-        assert!(lacks(&[alloc.clone(), ("size", int(-1))]).contains("`size` is a negative int"));
-        assert!(lacks(&[alloc.clone(), ("addr", text("x"))]).contains("`addr` is a str"));
-        assert!(lacks(&[alloc, ("pool_id", int(1))]).contains("`pool_id` is an int"));
-        assert!(lacks(&[("action", int(1))]).contains("`action` is an int"));
+        assert!(
+            lacks(&[alloc.clone(), ("size", int(-1))])
+                .contains("`size` of an event is a negative int")
+        );
+        assert!(
+            lacks(&[alloc.clone(), ("addr", text("x"))]).contains("`addr` of an event is a str")
+        );
+        assert!(lacks(&[alloc, ("pool_id", int(1))]).contains("`pool_id` of an event is an int"));
+        assert!(lacks(&[("action", int(1))]).contains("`action` of an event is an int"));
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! Recorded stacks, each kept once: a trie of frames, so that common callers are kept once too.
 
 use std::collections::HashMap;
+use std::hash::{Hash, Hasher};
 use std::num::NonZeroU32;
 use std::sync::Arc;
 
@@ -42,15 +43,23 @@ pub struct Stacks {
 }
 
 /// A frame and the stack it was called from. `StackId(n)` is `nodes[n - 1]`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Node {
     caller: Option<StackId>,
     frame: FrameId,
 }
 
+impl Hash for Node {
+    /// One number instead of several: every frame of every event is looked up.
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        let caller = self.caller.map_or(0, StackId::number);
+        state.write_u64(u64::from(caller) << 32 | u64::from(self.frame.0));
+    }
+}
+
 /// The number of a frame in [`Stacks::frames`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) struct FrameId(u32);
+pub(crate) struct FrameId(pub(crate) u32);
 
 impl Stacks {
     /// The frames of a stack, innermost first. A number from another snapshot gives other frames
@@ -97,6 +106,8 @@ pub(crate) struct StackTable {
     stacks: Stacks,
     frame_ids: HashMap<Frame, FrameId>,
     stack_ids: HashMap<Node, StackId>,
+    /// The stack asked for last, outermost frame first: the next one has mostly the same callers.
+    last: Vec<(FrameId, StackId)>,
 }
 
 impl StackTable {
@@ -129,9 +140,33 @@ impl StackTable {
         Some(id)
     }
 
-    /// The number of the stack of a frame and its callers; `None` when numbers run out.
-    pub(crate) fn push(&mut self, caller: Option<StackId>, frame: FrameId) -> Option<StackId> {
-        let node = Node { caller, frame };
+    /// The number of the stack of a frame and its callers, of which there are `depth`; `None` when
+    /// numbers run out.
+    #[inline]
+    pub(crate) fn push(
+        &mut self,
+        depth: usize,
+        caller: Option<StackId>,
+        frame: FrameId,
+    ) -> Option<StackId> {
+        let same_callers = caller == depth.checked_sub(1).map(|outer| self.last[outer].1);
+        match self.last.get(depth) {
+            Some(&(same, id)) if same == frame && same_callers => Some(id),
+            _ => {
+                let id = self.find(Node { caller, frame })?;
+                self.last.truncate(depth);
+                self.last.push((frame, id));
+                Some(id)
+            }
+        }
+    }
+
+    /// The same for a stack whose callers are known by number only.
+    pub(crate) fn push_on(&mut self, caller: Option<StackId>, frame: FrameId) -> Option<StackId> {
+        self.find(Node { caller, frame })
+    }
+
+    fn find(&mut self, node: Node) -> Option<StackId> {
         if let Some(&id) = self.stack_ids.get(&node) {
             return Some(id);
         }
@@ -160,6 +195,6 @@ impl StackTable {
 
     /// About how many bytes it holds.
     pub(crate) fn held(&self) -> usize {
-        self.stacks.frames.len() * 120 + self.stacks.nodes.len() * 32
+        self.stacks.frames.len() * 120 + self.stacks.nodes.len() * 32 + self.last.len() * 8
     }
 }

@@ -186,12 +186,13 @@ mod tests {
 
     use super::*;
     use crate::open::{Limits, read};
+    use crate::snapshot::Origin;
     use crate::write::{FileFormat, write_snapshot};
 
     fn snapshot(segments: Vec<Segment>, events: &[Event]) -> Snapshot {
         let devices = vec![events.iter().copied().collect()];
         let (settings, stacks) = (Settings::default(), Stacks::default());
-        Snapshot { segments, devices, settings, stacks }
+        Snapshot { segments, devices, settings, stacks, origin: Origin::Torch }
     }
 
     fn written(snapshot: &Snapshot) -> (Written, Snapshot) {

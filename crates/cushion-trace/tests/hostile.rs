@@ -4,8 +4,8 @@
 mod tests {
     use cushion_core::{Ladder, Policy};
     use cushion_trace::{
-        Action, Block, BlockState, Event, Program, ReplayConfig, Segment, Settings, Snapshot,
-        Stacks, min_capacity, replay, state_at,
+        Action, Block, BlockState, Event, Origin, Program, ReplayConfig, Segment, Settings,
+        Snapshot, Stacks, min_capacity, replay, state_at,
     };
     use proptest::prelude::*;
 
@@ -135,7 +135,7 @@ mod tests {
                 .map(|event| Event { pool: event.pool.filter(|_| named), ..event })
                 .collect();
             let snapshot =
-                Snapshot { segments, devices: vec![events.into_iter().collect()], settings, stacks: Stacks::default() };
+                Snapshot { segments, devices: vec![events.into_iter().collect()], settings, stacks: Stacks::default(), origin: Origin::Torch };
             let program = Program::of(&snapshot, 0);
             for policy in Policy::ALL {
                 for ladder in [Ladder::Torch, Ladder::Graceful] {

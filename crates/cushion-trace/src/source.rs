@@ -1,0 +1,300 @@
+//! Unpacked bytes, one after the other, with their offset and under the limits: what every reader
+//! reads from.
+//!
+//! Nothing is allocated because a header says so, only because the bytes were there.
+
+use std::fmt;
+use std::io::{self, ErrorKind, Read};
+
+use crate::error::{Format, TraceError};
+use crate::open::Limits;
+
+/// The longest single value.
+const LONGEST: usize = 64 << 20;
+/// What any file may hold, and how much more for each byte of it: real ones stay below one for one.
+const START_BYTES: u64 = 256 << 20;
+const BYTES_PER_BYTE: u64 = 8;
+
+/// How much is read at once; also the longest run of bytes [`Source::slice`] lends.
+pub(crate) const CHUNK: usize = 64 << 10;
+
+/// Unpacked bytes with their offset, counted against the limit as they come in.
+pub(crate) struct Source<'r> {
+    input: &'r mut dyn Read,
+    buffer: Box<[u8]>,
+    /// `buffer[next..end]` is read but not yet used.
+    next: usize,
+    end: usize,
+    /// The offset of `buffer[0]` in the unpacked stream.
+    base: u64,
+    limits: Limits,
+    /// What the bytes are read as, for messages.
+    format: Format,
+    /// What they came wrapped in.
+    wrapping: Option<Format>,
+}
+
+impl fmt::Debug for Source<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Source").field("offset", &self.offset()).finish_non_exhaustive()
+    }
+}
+
+impl<'r> Source<'r> {
+    pub(crate) fn new(input: &'r mut dyn Read, limits: &Limits) -> Self {
+        let buffer = vec![0; CHUNK].into_boxed_slice();
+        let (limits, format) = (*limits, Format::Pickle);
+        Self { input, buffer, next: 0, end: 0, base: 0, limits, format, wrapping: None }
+    }
+
+    /// Bytes that come out of a decoder.
+    pub(crate) fn wrapped(input: &'r mut dyn Read, limits: &Limits, wrapping: Format) -> Self {
+        Self { wrapping: Some(wrapping), ..Self::new(input, limits) }
+    }
+
+    /// Says what the bytes are read as, for messages.
+    pub(crate) fn read_as(&mut self, format: Format) {
+        self.format = format;
+    }
+
+    #[allow(dead_code, reason = "for the reader of Cushion's own traces")]
+    pub(crate) fn limits(&self) -> &Limits {
+        &self.limits
+    }
+
+    /// The offset of the next byte in the unpacked stream.
+    #[inline]
+    pub(crate) fn offset(&self) -> u64 {
+        self.base + self.next as u64
+    }
+
+    #[inline]
+    pub(crate) fn byte(&mut self) -> Result<u8, TraceError> {
+        self.array().map(|[byte]| byte)
+    }
+
+    // Lengths and memo numbers come in several widths, and mean the same in each.
+
+    #[inline]
+    pub(crate) fn u8(&mut self) -> Result<u64, TraceError> {
+        self.byte().map(u64::from)
+    }
+
+    #[inline]
+    pub(crate) fn u32(&mut self) -> Result<u64, TraceError> {
+        self.array().map(|bytes| u32::from_le_bytes(bytes).into())
+    }
+
+    #[inline]
+    pub(crate) fn u64(&mut self) -> Result<u64, TraceError> {
+        self.array().map(u64::from_le_bytes)
+    }
+
+    /// A number written out as a line of text.
+    pub(crate) fn decimal(&mut self) -> Result<u64, TraceError> {
+        let (offset, mut line) = (self.offset(), Vec::new());
+        self.line(&mut line)?;
+        let number = str::from_utf8(&line).ok().and_then(|line| line.parse().ok());
+        number.ok_or_else(|| TraceError::broken(self.format, offset, "a number", "other text"))
+    }
+
+    #[inline]
+    pub(crate) fn array<const N: usize>(&mut self) -> Result<[u8; N], TraceError> {
+        loop {
+            if let Some(bytes) = self.buffer[self.next..self.end].first_chunk::<N>() {
+                self.next += N;
+                return Ok(*bytes);
+            }
+            self.fill(N)?;
+        }
+    }
+
+    /// The next `len` bytes, lent from the buffer; `len` is at most [`CHUNK`].
+    #[inline]
+    pub(crate) fn slice(&mut self, len: usize) -> Result<&[u8], TraceError> {
+        debug_assert!(len <= CHUNK, "a longer run does not fit the buffer: use `copy`");
+        if self.end - self.next < len {
+            self.fill(len)?;
+        }
+        let start = self.next;
+        self.next += len;
+        Ok(&self.buffer[start..self.next])
+    }
+
+    /// Up to `len` bytes from here on, fewer only at the end of the file; they are still to be read.
+    pub(crate) fn peek(&mut self, len: usize) -> Result<&[u8], TraceError> {
+        debug_assert!(len <= CHUNK, "a longer run does not fit the buffer");
+        if self.end - self.next < len {
+            self.make_room();
+            while self.end < len && self.pull()? > 0 {}
+        }
+        Ok(&self.buffer[self.next..self.end.min(self.next + len)])
+    }
+
+    /// What lies in the buffer from here on; nothing only at the end of the file. [`Self::used`]
+    /// says how much of it was read.
+    #[inline]
+    pub(crate) fn some(&mut self) -> Result<&[u8], TraceError> {
+        if self.next == self.end {
+            self.make_room();
+            self.pull()?;
+        }
+        Ok(&self.buffer[self.next..self.end])
+    }
+
+    /// Passes over bytes that [`Self::some`] lent.
+    #[inline]
+    pub(crate) fn used(&mut self, len: usize) {
+        self.next = (self.next + len).min(self.end);
+    }
+
+    /// Puts the next `len` bytes into `into`, which grows only as they arrive.
+    pub(crate) fn copy(&mut self, len: u64, into: &mut Vec<u8>) -> Result<(), TraceError> {
+        into.clear();
+        let mut left = len;
+        while left > 0 {
+            let bytes = self.some()?;
+            let take = usize::try_from(left).map_or(bytes.len(), |left| left.min(bytes.len()));
+            if take == 0 {
+                return Err(self.cut_short(left));
+            }
+            into.extend_from_slice(&bytes[..take]);
+            self.used(take);
+            left -= take as u64;
+            self.within(into.len(), self.offset())?;
+        }
+        Ok(())
+    }
+
+    /// Passes over the next `len` bytes.
+    pub(crate) fn skip(&mut self, len: u64) -> Result<(), TraceError> {
+        let mut left = len;
+        while left > 0 {
+            let here = self.some()?.len();
+            if here == 0 {
+                return Err(self.cut_short(left));
+            }
+            let take = usize::try_from(left).map_or(here, |left| left.min(here));
+            self.used(take);
+            left -= take as u64;
+        }
+        Ok(())
+    }
+
+    /// Puts the bytes up to the next line feed, without it, into `into`.
+    pub(crate) fn line(&mut self, into: &mut Vec<u8>) -> Result<(), TraceError> {
+        into.clear();
+        loop {
+            let byte = self.byte()?;
+            if byte == b'\n' {
+                return Ok(());
+            }
+            into.push(byte);
+            self.within(into.len(), self.offset())?;
+        }
+    }
+
+    /// Reads on to the end of what came out of a decoder, for the checks that only happen there.
+    pub(crate) fn finish_wrapping(&mut self) -> Result<(), TraceError> {
+        while self.wrapping.is_some() {
+            self.base += self.end as u64;
+            (self.next, self.end) = (0, 0);
+            if self.pull()? == 0 {
+                break;
+            }
+        }
+        Ok(())
+    }
+
+    /// Makes at least `want` unused bytes lie in the buffer.
+    #[cold]
+    fn fill(&mut self, want: usize) -> Result<(), TraceError> {
+        self.make_room();
+        while self.end < want {
+            if self.pull()? == 0 {
+                return Err(self.cut_short((want - self.end) as u64));
+            }
+        }
+        Ok(())
+    }
+
+    /// Moves what is unused to the beginning of the buffer.
+    fn make_room(&mut self) {
+        self.buffer.copy_within(self.next..self.end, 0);
+        self.base += self.next as u64;
+        self.end -= self.next;
+        self.next = 0;
+    }
+
+    /// One read into the free end of the buffer: the count of bytes, zero at the end.
+    fn pull(&mut self) -> Result<usize, TraceError> {
+        let got = loop {
+            match self.input.read(&mut self.buffer[self.end..]) {
+                Ok(got) => break got,
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(error) => return Err(self.failed(error)),
+            }
+        };
+        self.end += got;
+        let limit = self.limits.unpacked_bytes;
+        if self.base + self.end as u64 > limit {
+            let what = "the unpacked length";
+            return Err(TraceError::Limit { offset: limit, what, limit, field: "unpacked_bytes" });
+        }
+        Ok(got)
+    }
+
+    /// The operating system could not read, or a decoder found something wrong.
+    #[cold]
+    fn failed(&self, error: io::Error) -> TraceError {
+        let Some(wrapping) = self.wrapping.filter(|_| error.raw_os_error().is_none()) else {
+            return TraceError::Io { source: error };
+        };
+        let offset = self.base + self.end as u64;
+        // A decoder's word for a file that stops in the middle.
+        if error.kind() == ErrorKind::UnexpectedEof {
+            let expected = format!("the rest of the {wrapping}");
+            return TraceError::broken(wrapping, offset, expected, "the end of the file");
+        }
+        TraceError::broken(wrapping, offset, "sound packed data", format!("damage: {error}"))
+    }
+
+    /// A single value has a limit of its own while it is being put together: no trace has one that
+    /// is much longer than a file's name.
+    #[inline]
+    pub(crate) fn within(&self, len: usize, offset: u64) -> Result<(), TraceError> {
+        if len > LONGEST {
+            let expected = format!("values of at most {LONGEST} bytes");
+            return Err(TraceError::broken(self.format, offset, expected, "a longer one"));
+        }
+        let (what, limit) = ("one long value", self.limits.memory_bytes);
+        if len as u64 > limit {
+            return Err(TraceError::Limit { offset, what, limit, field: "memory_bytes" });
+        }
+        Ok(())
+    }
+
+    /// Looks at what a reader holds in all, as it estimates it itself. Beside the limit itself there
+    /// is one that follows the file: a small file that needs gigabytes is not a trace.
+    pub(crate) fn check_memory(&self, held: usize, offset: u64) -> Result<(), TraceError> {
+        let allowed = START_BYTES.saturating_add(offset.saturating_mul(BYTES_PER_BYTE));
+        let (limit, what) = match self.limits.memory_bytes {
+            limit if limit <= allowed => (limit, "the memory needed"),
+            _ => (allowed, "the memory needed, far more than was read of the file,"),
+        };
+        if held as u64 > limit {
+            return Err(TraceError::Limit { offset, what, limit, field: "memory_bytes" });
+        }
+        Ok(())
+    }
+
+    #[cold]
+    fn cut_short(&self, missing: u64) -> TraceError {
+        let expected = match missing {
+            1 => "one more byte".to_owned(),
+            _ => format!("{missing} more bytes"),
+        };
+        let offset = self.base + self.end as u64;
+        TraceError::broken(self.format, offset, expected, "the end of the file")
+    }
+}

@@ -1,0 +1,130 @@
+//! A short, repeatable run of the fuzz targets: every file of their corpus as it is, then damaged in
+//! many ways. `make fuzz` runs them for as long as one likes.
+
+#[path = "../../../fuzz/bodies.rs"]
+mod bodies;
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::panic::catch_unwind;
+    use std::path::PathBuf;
+
+    use super::bodies;
+
+    /// Damaged inputs per target.
+    const INPUTS: u64 = 20_000;
+
+    fn corpus(target: &str) -> Vec<(String, Vec<u8>)> {
+        let folder = PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../../fuzz/corpus"));
+        let mut files: Vec<_> = fs::read_dir(folder.join(target))
+            .unwrap()
+            .map(|entry| entry.unwrap().path())
+            .map(|path| (path.display().to_string(), fs::read(&path).unwrap()))
+            .collect();
+        files.sort();
+        assert!(!files.is_empty(), "no corpus for {target}");
+        files
+    }
+
+    /// A small generator of numbers, so that a failure can be had again.
+    struct Dice(u64);
+
+    impl Dice {
+        fn roll(&mut self, sides: usize) -> usize {
+            self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+            let mut z = self.0;
+            z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+            z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+            usize::try_from((z ^ (z >> 31)) % (sides.max(1) as u64)).unwrap()
+        }
+
+        fn byte(&mut self) -> u8 {
+            u8::try_from(self.roll(256)).unwrap()
+        }
+
+        /// One way of damaging bytes; `other` is another file of the corpus.
+        fn damage(&mut self, bytes: &mut Vec<u8>, other: &[u8]) {
+            let at = self.roll(bytes.len());
+            let len = 1 + self.roll(16);
+            let end = (at + len).min(bytes.len());
+            match self.roll(9) {
+                0 if at < bytes.len() => bytes[at] = self.byte(),
+                1 if at < bytes.len() => bytes[at] ^= 1 << self.roll(8),
+                2 => bytes.truncate(at),
+                3 => drop(bytes.drain(at..end)),
+                4 => {
+                    let piece = bytes[at..end].to_vec();
+                    let to = self.roll(bytes.len());
+                    bytes.splice(to..to, piece);
+                }
+                5 => {
+                    let byte = self.byte();
+                    bytes.splice(at..at, vec![byte; len]);
+                }
+                6 => {
+                    let from = self.roll(other.len());
+                    let upto = (from + 8 * len).min(other.len());
+                    bytes.splice(at..at, other[from..upto].iter().copied());
+                }
+                7 => bytes[at..end].fill([0, 0x7f, 0x80, 0xff][self.roll(4)]),
+                // A run long enough to nest deeply or to overflow a length.
+                _ => {
+                    let byte = bytes.get(at).copied().unwrap_or(b'[');
+                    bytes.splice(at..at, vec![byte; 20 * len]);
+                }
+            }
+        }
+    }
+
+    fn run(target: &str) {
+        let files = corpus(target);
+        for (name, bytes) in &files {
+            assert!(catch_unwind(|| bodies::run(target, bytes)).is_ok(), "{name}");
+        }
+        for input in 0..INPUTS {
+            let mut dice = Dice(input);
+            let mut bytes = files[dice.roll(files.len())].1.clone();
+            let other = &files[dice.roll(files.len())].1;
+            for _ in 0..=dice.roll(6) {
+                dice.damage(&mut bytes, other);
+            }
+            assert!(
+                catch_unwind(|| bodies::run(target, &bytes)).is_ok(),
+                "{target}, input {input}: {}",
+                bytes.escape_ascii()
+            );
+        }
+    }
+
+    #[test]
+    fn every_target_is_run() {
+        let names = bodies::TARGETS;
+        assert_eq!(names, ["pickle", "json", "rmm", "own", "open"]);
+    }
+
+    #[test]
+    fn pickle() {
+        run("pickle");
+    }
+
+    #[test]
+    fn json() {
+        run("json");
+    }
+
+    #[test]
+    fn rmm() {
+        run("rmm");
+    }
+
+    #[test]
+    fn own() {
+        run("own");
+    }
+
+    #[test]
+    fn open() {
+        run("open");
+    }
+}

@@ -1,0 +1,44 @@
+//! What each fuzz target does with its bytes: shared by the targets and by a short run of them in
+//! `crates/cushion-trace/tests/fuzz.rs`.
+
+use cushion_trace::{Limits, Program, read};
+
+/// The targets: one for each reader, and one for everything from the first byte on.
+#[allow(dead_code, reason = "a target knows its own name")]
+pub const TARGETS: [&str; 5] = ["pickle", "json", "rmm", "own", "open"];
+
+/// Small enough that a finding is a fault of the reader and not of the machine.
+const LIMITS: Limits = Limits { unpacked_bytes: 4 << 20, memory_bytes: 32 << 20 };
+
+/// Traces of more events are only read.
+const MAX_EVENTS: usize = 20_000;
+
+/// Runs one target.
+pub fn run(target: &str, bytes: &[u8]) {
+    // A reader's own target gets every input, whatever the first bytes look like.
+    let start: &[u8] = match target {
+        "pickle" if bytes.first() != Some(&0x80) => b"\x80\x04",
+        "json" if !matches!(bytes.first(), Some(b'{' | b'[')) => b"{",
+        "rmm" if !bytes.starts_with(b"Thread,") => b"Thread,Time,Action,Pointer,Size,Stream\n",
+        "own" if !bytes.starts_with(b"CUSHION\x01") => b"CUSHION\x01",
+        _ => b"",
+    };
+    match read(&[start, bytes].concat()[..], &LIMITS) {
+        Ok(snapshot) => {
+            for (device, events) in snapshot.devices.iter().enumerate() {
+                for event in events {
+                    if let Some(stack) = event.stack {
+                        snapshot.stacks.frames(stack).for_each(drop);
+                    }
+                }
+                if events.len() <= MAX_EVENTS {
+                    drop(Program::of(&snapshot, device));
+                }
+            }
+        }
+        Err(error) => {
+            let told = error.to_string();
+            assert!(!told.is_empty() && !told.contains('\n'), "not one line: {told:?}");
+        }
+    }
+}
