@@ -251,7 +251,8 @@ fn int(bytes: &mut Vec<u8>, int: u64) {
         bytes.extend_from_slice(&int.to_le_bytes());
     } else {
         // As few bytes as leave the sign bit clear.
-        let len = 8 - int.leading_zeros() as usize / 8 + usize::from(int.leading_zeros() % 8 == 0);
+        let len = 8 - int.leading_zeros() as usize / 8
+            + usize::from(int.leading_zeros().is_multiple_of(8));
         let wide = u128::from(int).to_le_bytes();
         bytes.extend_from_slice(&[0x8a, u8::try_from(len).expect("short")]);
         bytes.extend_from_slice(&wide[..len]);
