@@ -27,9 +27,10 @@ demo: ## replay recorded runs on a simulated 24 GiB card: one policy dies, the o
 	@$(CARGO) build --release --locked --quiet --bin cushion
 	@sh scripts/demo.sh $(CUSHION)
 
-bench: ## speed of the engine and of replay (TRACES=FOLDER for other traces)
+bench: ## speed of the engine, of replay (TRACES=FOLDER for other traces) and of loading
 	@$(CARGO) bench --locked --quiet -p cushion-core --bench engine
 	@TRACES="$(TRACES)" $(CARGO) bench --locked --quiet -p cushion-trace --bench replay
+	@$(CARGO) bench --locked --quiet -p cushion-trace --bench load
 
 verify: ## compare the engine with PyTorch's recorded addresses, on all traces shipped
 	@$(CARGO) build --release --locked --quiet --bin cushion

@@ -5,7 +5,7 @@ use cushion_trace::{Limits, Program, read};
 
 /// The targets: one for each reader, and one for everything from the first byte on.
 #[allow(dead_code, reason = "a target knows its own name")]
-pub const TARGETS: [&str; 5] = ["pickle", "json", "rmm", "own", "open"];
+pub(crate) const TARGETS: [&str; 5] = ["pickle", "json", "rmm", "own", "open"];
 
 /// Small enough that a finding is a fault of the reader and not of the machine.
 const LIMITS: Limits = Limits { unpacked_bytes: 4 << 20, memory_bytes: 32 << 20 };
@@ -14,7 +14,7 @@ const LIMITS: Limits = Limits { unpacked_bytes: 4 << 20, memory_bytes: 32 << 20 
 const MAX_EVENTS: usize = 20_000;
 
 /// Runs one target.
-pub fn run(target: &str, bytes: &[u8]) {
+pub(crate) fn run(target: &str, bytes: &[u8]) {
     // A reader's own target gets every input, whatever the first bytes look like.
     let start: &[u8] = match target {
         "pickle" if bytes.first() != Some(&0x80) => b"\x80\x04",

@@ -8,7 +8,7 @@ use cushion_core::driver::Call;
 use cushion_core::size::display;
 use cushion_core::{Ladder, Policy};
 use cushion_trace::{
-    Difference, Events, Frame, Outcome, Program, Refusal, ReplayConfig, Stacks, Watch,
+    Difference, Events, Frame, Origin, Outcome, Program, Refusal, ReplayConfig, Stacks, Watch,
     min_capacity, replay, replay_watched,
 };
 use serde::Serialize;
@@ -75,7 +75,8 @@ fn one_trace<O: Write, T: Write>(
         if args.verify {
             let (differs, lines) = verify(policy, &program, &outcome);
             // Nobody asked for the other policies when all are shown.
-            if outcome.same_address.is_some() || args.policy != PolicyArg::All {
+            let shown = outcome.same_address.is_some() || program.origin != Origin::Torch;
+            if shown || args.policy != PolicyArg::All {
                 for line in lines {
                     streams.talk(format_args!("{name}: {policy}: {line}"));
                 }
@@ -206,6 +207,10 @@ fn caveats(program: &Program, outcome: &Outcome) -> Vec<String> {
 
 /// How far a run did as PyTorch did: whether it went another way, and that in words.
 fn verify(policy: Policy, program: &Program, outcome: &Outcome) -> (bool, Vec<String>) {
+    if program.origin != Origin::Torch {
+        let line = "not verified: the trace is not PyTorch's".to_owned();
+        return (false, vec![line]);
+    }
     let Some(same) = outcome.same_address else {
         let recorded = program.policy;
         let line = format!("not verified, the trace was recorded with {recorded}, not {policy}");

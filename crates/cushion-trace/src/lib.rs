@@ -1,5 +1,5 @@
-//! Recorded traces: reads PyTorch's memory snapshots and replays them on Cushion's engine and a
-//! simulated device.
+//! Recorded traces: reads PyTorch's memory snapshots and RMM's logs, and replays them on Cushion's
+//! engine and a simulated device.
 //!
 //! [`open`] reads a file, [`Program::of`] works out what the recorded program asked for, and
 //! [`replay`] runs it under a policy and says what it took.

@@ -28,7 +28,7 @@ use crate::events::{Events, Window};
 use crate::holdings::{self, HoldingId, Holdings};
 use crate::pools::{self, Labels};
 use crate::replay::follow;
-use crate::snapshot::{Action, Event, Segment, Settings, Snapshot};
+use crate::snapshot::{Action, Event, Origin, Segment, Settings, Snapshot};
 use crate::steps::{MOST, Rare, Slot, Steps};
 
 /// What a trace asks of an allocator.
@@ -48,6 +48,8 @@ pub struct Program {
     pub options: Options,
     /// The policy PyTorch ran with.
     pub policy: Policy,
+    /// Who recorded the trace. Only PyTorch's has addresses that can be followed.
+    pub origin: Origin,
     /// The size of the device, where the trace tells.
     pub(crate) device_total: Option<u64>,
     /// What could not be known, in words.
@@ -77,6 +79,7 @@ impl Program {
             beginning_ids,
             beginning,
             options,
+            origin: snapshot.origin,
         };
         let mut labels = Labels::recorded(events, &segments, &recording.start);
         if !labels.is_complete() && recording.can_be_followed() {
@@ -124,6 +127,7 @@ struct Recording<'a> {
     /// The holding of each segment of the beginning.
     beginning_ids: Vec<HoldingId>,
     options: Options,
+    origin: Origin,
     device_total: Option<u64>,
 }
 
@@ -190,6 +194,7 @@ impl Recording<'_> {
             beginning_pools: pools,
             options: self.options.clone(),
             policy,
+            origin: self.origin,
             device_total: self.device_total,
             notes,
         }

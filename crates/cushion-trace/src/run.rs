@@ -14,7 +14,7 @@ use crate::events::Events;
 use crate::pools::{Departure, DepartureKind};
 use crate::program::Program;
 use crate::replay::{Difference, Refusal, ReplayConfig, Watch};
-use crate::snapshot::Action as Recorded;
+use crate::snapshot::{Action as Recorded, Origin};
 use crate::steps::{Rare, Request, Slot, Step};
 
 /// Streams of the simulator's own, for work that a pending free waits for.
@@ -99,7 +99,7 @@ impl<'a, W: Watch> Run<'a, W> {
             watch,
             options,
             capacity: config.capacity,
-            follows: config.policy == program.policy,
+            follows: config.policy == program.policy && program.origin == Origin::Torch,
             last: None,
             trial: None,
             addresses: vec![0; slots],

@@ -11,9 +11,12 @@ use crate::open::Limits;
 
 /// The longest single value.
 const LONGEST: usize = 64 << 20;
-/// What any file may hold, and how much more for each byte of it: real ones stay below one for one.
+/// What a file may make its reader hold: this much in any case, the second for each of its first
+/// bytes, and one for each of the others. Events take far less; blocks of segments, of which there
+/// are never that many, about seven.
 const START_BYTES: u64 = 256 << 20;
 const BYTES_PER_BYTE: u64 = 8;
+const FIRST_BYTES: u64 = 128 << 20;
 
 /// How much is read at once; also the longest run of bytes [`Source::slice`] lends.
 pub(crate) const CHUNK: usize = 64 << 10;
@@ -277,7 +280,8 @@ impl<'r> Source<'r> {
     /// Looks at what a reader holds in all, as it estimates it itself. Beside the limit itself there
     /// is one that follows the file: a small file that needs gigabytes is not a trace.
     pub(crate) fn check_memory(&self, held: usize, offset: u64) -> Result<(), TraceError> {
-        let allowed = START_BYTES.saturating_add(offset.saturating_mul(BYTES_PER_BYTE));
+        let first = offset.min(FIRST_BYTES) * BYTES_PER_BYTE;
+        let allowed = offset.saturating_add(START_BYTES + first);
         let (limit, what) = match self.limits.memory_bytes {
             limit if limit <= allowed => (limit, "the memory needed"),
             _ => (allowed, "the memory needed, far more than was read of the file,"),

@@ -1,0 +1,288 @@
+//! How fast snapshots of a gibibyte are read, and how much memory that takes.
+//!
+//! The file is written as it is read, as Python's pickle (protocol 4) or `json.dump` would write it:
+//! the events of a shipped trace over and over, with and without stacks. Each row is a process of its
+//! own, so that its peak of memory (`VmHWM`) is the reader's, with the few megabytes of the events to
+//! be repeated.
+
+#![expect(clippy::print_stdout, reason = "the bench's table is its output")]
+#![expect(clippy::disallowed_methods, reason = "a bench measures real time")]
+
+use std::io::{self, Read};
+use std::path::Path;
+use std::process::Command;
+use std::time::Instant;
+
+use cushion_trace::{Event, Limits, open, read};
+
+/// About how long each file is.
+const FILE_BYTES: usize = 1 << 30;
+/// Python fills a list in batches of this many.
+const BATCH: usize = 1000;
+/// How many events are repeated: few enough that writing them out takes little memory.
+const EVENTS: usize = 10_000;
+const TRACE: &str = "../../tests/traces/vision_multires.pickle.gz";
+
+const KINDS: [(&str, Write); 4] = [
+    ("pickle", |events| pickle(events, false)),
+    ("pickle, stacks", |events| pickle(events, true)),
+    ("json", |events| json(events, false)),
+    ("json, stacks", |events| json(events, true)),
+];
+
+type Write = fn(&[Event]) -> Repeated;
+
+fn main() {
+    let mut args = std::env::args().skip(1);
+    if args.next().as_deref() == Some("--one") {
+        let kind = args.next().unwrap_or_default();
+        let (_, write) = KINDS.into_iter().find(|(name, _)| *name == kind).expect("a kind of file");
+        one(&kind, write);
+        return;
+    }
+    let head = ["file", "unpacked", "events", "speed", "peak memory", "of unpacked"];
+    let [file, unpacked, events, speed, peak, share] = head;
+    println!("{file:<16} {unpacked:>10} {events:>10} {speed:>10} {peak:>12} {share:>12}");
+    let this = std::env::current_exe().expect("this program");
+    for (kind, _) in KINDS {
+        let done = Command::new(&this).args(["--one", kind]).status().expect("a process");
+        assert!(done.success(), "{kind}: {done}");
+    }
+}
+
+#[expect(clippy::cast_precision_loss, reason = "figures for people")]
+fn one(kind: &str, write: Write) {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(TRACE);
+    let trace = open(&path, &Limits::default()).expect("a readable trace");
+    let events: Vec<Event> = trace.devices[0].iter().take(EVENTS).collect();
+    let file = write(&events);
+    drop((trace, events));
+    let bytes = file.len() as f64;
+    let start = Instant::now();
+    let snapshot = read(file, &Limits::default()).expect("a sound file");
+    let seconds = start.elapsed().as_secs_f64();
+    let peak = peak_memory().map(|peak| peak as f64);
+    let megabytes = |bytes: f64| format!("{:.0} MB", bytes / 1e6);
+    println!(
+        "{kind:<16} {:>10} {:>10} {:>10} {:>12} {:>12}",
+        megabytes(bytes),
+        snapshot.devices[0].len(),
+        format!("{:.0} MB/s", bytes / seconds / 1e6),
+        peak.map_or("?".to_owned(), megabytes),
+        peak.map_or("?".to_owned(), |peak| format!("{:.1} %", peak / bytes * 100.0)),
+    );
+}
+
+/// The most memory this process ever held, where the system tells.
+fn peak_memory() -> Option<u64> {
+    let status = std::fs::read_to_string("/proc/self/status").ok()?;
+    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
+    line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok().map(|kilobytes| kilobytes * 1024)
+}
+
+/// A file with a body that comes many times.
+struct Repeated {
+    head: Vec<u8>,
+    body: Vec<u8>,
+    times: usize,
+    tail: Vec<u8>,
+    at: usize,
+}
+
+impl Repeated {
+    fn new(head: Vec<u8>, body: Vec<u8>, tail: &[u8]) -> Self {
+        let times = FILE_BYTES / body.len();
+        Self { head, body, times, tail: tail.to_vec(), at: 0 }
+    }
+
+    fn len(&self) -> usize {
+        self.head.len() + self.body.len() * self.times + self.tail.len()
+    }
+}
+
+impl Read for Repeated {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let bodies = self.head.len() + self.body.len() * self.times;
+        let rest = match self.at {
+            at if at < self.head.len() => &self.head[at..],
+            at if at < bodies => &self.body[(at - self.head.len()) % self.body.len()..],
+            at => &self.tail[at - bodies..],
+        };
+        let len = rest.len().min(buffer.len());
+        buffer[..len].copy_from_slice(&rest[..len]);
+        self.at += len;
+        Ok(len)
+    }
+}
+
+/// Frames, and which of them the stack of an event has: some hundred stacks with common callers.
+const FRAMES: usize = 300;
+
+fn frame(number: usize) -> (String, String, usize) {
+    let file = format!(
+        "/opt/venv/lib/python3.12/site-packages/torch/nn/modules/module_{}.py",
+        number % 40
+    );
+    (format!("forward_{number}"), file, 7 * number)
+}
+
+fn stack(number: usize) -> impl Iterator<Item = usize> {
+    let branch = number / 3 % 25;
+    (0..14).map(move |depth| match depth {
+        0 => number % 90,
+        1..5 => (branch * 7 + depth * 13) % FRAMES,
+        _ => FRAMES - depth,
+    })
+}
+
+fn pickle(events: &[Event], stacks: bool) -> Repeated {
+    let mut head = b"\x80\x04}\x94(".to_vec();
+    let mut memo = Memo(1);
+    let mut body = Vec::new();
+    // The frames come first here; Python writes each where it is met first.
+    let first_frame = {
+        memo.text(&mut head, "frame_table");
+        head.extend_from_slice(b"]\x94(");
+        memo.0 += 1;
+        let keys = ["name", "filename", "line"].map(|key| {
+            let number = memo.0;
+            memo.text(&mut head, key);
+            number
+        });
+        // Items of the list so far: keep only the keys' numbers.
+        let first = memo.0;
+        for number in 0..FRAMES {
+            let (name, file, line) = frame(number);
+            head.extend_from_slice(b"}(");
+            for (key, text) in [(keys[0], name), (keys[1], file)] {
+                get(&mut head, key);
+                head.extend_from_slice(&[0x8c, u8::try_from(text.len()).expect("short")]);
+                head.extend_from_slice(text.as_bytes());
+            }
+            get(&mut head, keys[2]);
+            int(&mut head, line as u64);
+            head.extend_from_slice(b"u\x94");
+            memo.0 += 1;
+        }
+        head.push(b'e');
+        first
+    };
+    let key = |head: &mut Vec<u8>, memo: &mut Memo, text: &str| {
+        let number = memo.0;
+        memo.text(head, text);
+        number
+    };
+    // A list of words, so that each has its number before the events come.
+    key(&mut head, &mut memo, "words");
+    head.extend_from_slice(b"]\x94(");
+    memo.0 += 1;
+    let words = ["action", "addr", "size", "stream", "time_us", "frames"]
+        .map(|word| key(&mut head, &mut memo, word));
+    let mut actions: Vec<(&str, u32)> = Vec::new();
+    for event in events {
+        let name = event.action.name();
+        if !actions.iter().any(|(known, _)| *known == name) {
+            actions.push((name, key(&mut head, &mut memo, name)));
+        }
+    }
+    head.push(b'e');
+    key(&mut head, &mut memo, "segments");
+    head.extend_from_slice(b"]\x94");
+    memo.0 += 1;
+    key(&mut head, &mut memo, "device_traces");
+    head.extend_from_slice(b"]\x94]\x94");
+    for batch in events.as_chunks::<BATCH>().0 {
+        body.push(b'(');
+        for (number, event) in batch.iter().enumerate() {
+            body.extend_from_slice(b"}\x94(");
+            get(&mut body, words[0]);
+            let action = actions.iter().find(|(name, _)| *name == event.action.name());
+            get(&mut body, action.expect("a known action").1);
+            let values = [event.addr, event.size, event.stream, event.time_us];
+            for (word, value) in words[1..].iter().zip(values) {
+                get(&mut body, *word);
+                int(&mut body, value);
+            }
+            if stacks {
+                get(&mut body, words[5]);
+                body.extend_from_slice(b"]\x94(");
+                for frame in stack(number) {
+                    get(&mut body, first_frame + u32::try_from(frame).expect("few"));
+                }
+                body.push(b'e');
+            }
+            body.push(b'u');
+        }
+        body.push(b'e');
+    }
+    Repeated::new(head, body, b"au.")
+}
+
+/// The number of the next entry in the pickle's memo.
+struct Memo(u32);
+
+impl Memo {
+    fn text(&mut self, bytes: &mut Vec<u8>, text: &str) {
+        bytes.extend_from_slice(&[0x8c, u8::try_from(text.len()).expect("short")]);
+        bytes.extend_from_slice(text.as_bytes());
+        bytes.push(0x94);
+        self.0 += 1;
+    }
+}
+
+fn get(bytes: &mut Vec<u8>, number: u32) {
+    match u8::try_from(number) {
+        Ok(number) => bytes.extend_from_slice(&[b'h', number]),
+        Err(_) => {
+            bytes.push(b'j');
+            bytes.extend_from_slice(&number.to_le_bytes());
+        }
+    }
+}
+
+fn int(bytes: &mut Vec<u8>, int: u64) {
+    if let Ok(int) = u8::try_from(int) {
+        bytes.extend_from_slice(&[b'K', int]);
+    } else if let Ok(int) = u16::try_from(int) {
+        bytes.push(b'M');
+        bytes.extend_from_slice(&int.to_le_bytes());
+    } else if let Ok(int) = i32::try_from(int) {
+        bytes.push(b'J');
+        bytes.extend_from_slice(&int.to_le_bytes());
+    } else {
+        // As few bytes as leave the sign bit clear.
+        let len = 8 - int.leading_zeros() as usize / 8
+            + usize::from(int.leading_zeros().is_multiple_of(8));
+        let wide = u128::from(int).to_le_bytes();
+        bytes.extend_from_slice(&[0x8a, u8::try_from(len).expect("short")]);
+        bytes.extend_from_slice(&wide[..len]);
+    }
+}
+
+fn json(events: &[Event], stacks: bool) -> Repeated {
+    use std::fmt::Write as _;
+
+    let mut body = String::new();
+    for (number, event) in events.iter().enumerate() {
+        let Event { action, addr, size, stream, time_us, .. } = event;
+        let _ = write!(
+            body,
+            "{{\"action\": \"{}\", \"addr\": {addr}, \"size\": {size}, \"stream\": {stream}, \
+             \"time_us\": {time_us}",
+            action.name()
+        );
+        if stacks {
+            let frames: Vec<String> = stack(number)
+                .map(|number| {
+                    let (name, file, line) = frame(number);
+                    format!("{{\"name\": \"{name}\", \"filename\": \"{file}\", \"line\": {line}}}")
+                })
+                .collect();
+            let _ = write!(body, ", \"frames\": [{}]", frames.join(", "));
+        }
+        body.push_str("}, ");
+    }
+    let head = b"{\"segments\": [], \"device_traces\": [[".to_vec();
+    let last = b"{\"action\": \"snapshot\", \"addr\": 0, \"size\": 0}]]}";
+    Repeated::new(head, body.into_bytes(), last)
+}
