@@ -1,14 +1,12 @@
 //! From a path on the command line to a program: what every command that takes a trace does first.
 
-use std::fs::File;
-use std::io::{self, Read, Write};
+use std::io::{self, Write};
 use std::path::Path;
 
 use anyhow::{Context as _, bail};
-use cushion_trace::{Limits, Program, Snapshot, read};
+use cushion_trace::{Limits, Program, Snapshot, open_with, read_with};
 
 use crate::Streams;
-use crate::progress::Counted;
 
 /// A trace, and the program of one of its devices.
 pub(crate) struct Loaded {
@@ -64,26 +62,20 @@ pub(crate) fn read_trace<O: Write, T: Write>(
     streams: &mut Streams<O, T>,
 ) -> anyhow::Result<(Snapshot, u64)> {
     let limits = Limits::default();
-    if path == Path::new("-") {
+    let mut bytes = 0;
+    let snapshot = if path == Path::new("-") {
         streams.begin("reading standard input");
-        return counted(io::stdin().lock(), None, &limits, streams);
-    }
-    let file = File::open(path).context("could not open the file")?;
-    let length = file.metadata().ok().filter(std::fs::Metadata::is_file).map(|meta| meta.len());
-    streams.begin(format!("reading {}", short(&path.display().to_string())));
-    counted(file, length, &limits, streams)
-}
-
-fn counted<O: Write, T: Write>(
-    input: impl Read,
-    length: Option<u64>,
-    limits: &Limits,
-    streams: &mut Streams<O, T>,
-) -> anyhow::Result<(Snapshot, u64)> {
-    let tell = |done| streams.update(done, length);
-    let mut input = Counted { input, read: 0, tell };
-    let snapshot = read(&mut input, limits);
-    let bytes = input.read;
+        read_with(io::stdin().lock(), &limits, &mut |read| {
+            bytes = read;
+            streams.update(read, None);
+        })
+    } else {
+        streams.begin(format!("reading {}", short(&path.display().to_string())));
+        open_with(path, &limits, &mut |read, length| {
+            bytes = read;
+            streams.update(read, length);
+        })
+    };
     streams.end();
     Ok((snapshot?, bytes))
 }

@@ -1,6 +1,6 @@
 //! A line of progress on standard error, for work that takes a while, on a terminal only.
 
-use std::io::{self, IsTerminal as _, Read, Write};
+use std::io::{self, IsTerminal as _, Write};
 use std::time::{Duration, Instant};
 
 /// Work that is done sooner shows nothing.
@@ -77,22 +77,6 @@ fn line(what: &str, done: u64, total: Option<u64>) -> String {
     format!("{what}  [{bar}] {:3} %", part(100))
 }
 
-/// A reader that tells how much was read so far.
-pub(crate) struct Counted<R, F> {
-    pub(crate) input: R,
-    pub(crate) read: u64,
-    pub(crate) tell: F,
-}
-
-impl<R: Read, F: FnMut(u64)> Read for Counted<R, F> {
-    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
-        let got = self.input.read(buffer)?;
-        self.read += got as u64;
-        (self.tell)(self.read);
-        Ok(got)
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -116,13 +100,5 @@ mod tests {
             progress.clear(&mut talk);
             assert!(talk.is_empty(), "{on}");
         }
-    }
-
-    #[test]
-    fn a_reader_is_counted() {
-        let mut seen = 0;
-        let mut counted = Counted { input: &b"12345"[..], read: 0, tell: |read| seen = read };
-        io::copy(&mut counted, &mut io::sink()).unwrap();
-        assert_eq!(seen, 5);
     }
 }

@@ -39,7 +39,7 @@ pub use capacity::{CAPACITY_STEP, min_capacity};
 pub use consistency::{Inconsistency, inconsistencies};
 pub use error::{Format, Offset, TraceError};
 pub use events::{Events, Iter};
-pub use open::{Limits, open, read, read_with};
+pub use open::{Limits, open, open_with, read, read_with};
 pub use program::Program;
 pub use replay::{
     Difference, Outcome, Refusal, ReplayConfig, State, Watch, replay, replay_watched, state_at,

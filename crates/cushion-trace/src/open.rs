@@ -4,7 +4,7 @@
 //! allocated because a header says so, only because the bytes were there, and both the unpacked
 //! length and the memory held have a ceiling. What the file is, its first bytes say.
 
-use std::fs::File;
+use std::fs::{self, File};
 use std::io::{self, Cursor, Read};
 use std::path::Path;
 
@@ -43,11 +43,27 @@ impl Default for Limits {
 ///
 /// When the file cannot be read, is none of these, is broken, or is over a limit.
 pub fn open(path: &Path, limits: &Limits) -> Result<Snapshot, TraceError> {
+    open_with(path, limits, &mut |_, _| {})
+}
+
+/// The same; `progress` is told how many bytes of the file were read so far, packed as they are, and
+/// how many it has, if it is a plain file, each time some were.
+///
+/// # Errors
+///
+/// When the file cannot be read, is no trace, is broken, or is over a limit.
+pub fn open_with(
+    path: &Path,
+    limits: &Limits,
+    progress: &mut dyn FnMut(u64, Option<u64>),
+) -> Result<Snapshot, TraceError> {
     let file = File::open(path).map_err(|source| TraceError::Io { source })?;
-    if file.metadata().is_ok_and(|metadata| metadata.is_dir()) {
+    let metadata = file.metadata().ok();
+    if metadata.as_ref().is_some_and(fs::Metadata::is_dir) {
         return Err(TraceError::Unknown { found: "a directory".to_owned() });
     }
-    read(file, limits)
+    let length = metadata.filter(fs::Metadata::is_file).map(|metadata| metadata.len());
+    read_with(file, limits, &mut |read| progress(read, length))
 }
 
 /// Reads a trace, as [`open`] does, from any reader; it is buffered here.

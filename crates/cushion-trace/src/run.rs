@@ -135,12 +135,18 @@ impl<'a, W: Watch> Run<'a, W> {
                 Step::Free { slot } => self.free(slot)?,
                 Step::Rare(rare) => self.rare(rare)?,
             }
-            if W::LOOKS {
-                let (live, reserved) = self.engine.live_and_reserved();
-                self.watch.moment(u64::from(event), live, reserved);
-            }
+            self.look(event);
         }
         Ok(())
+    }
+
+    /// Lets whoever watches see this moment.
+    #[inline]
+    fn look(&mut self, event: u32) {
+        if W::LOOKS {
+            let (live, reserved) = self.engine.live_and_reserved();
+            self.watch.moment(u64::from(event), live, reserved);
+        }
     }
 
     #[inline]
@@ -327,6 +333,9 @@ impl<'a, W: Watch> Run<'a, W> {
                 }
             }
             Rare::Refused { event, size, stream, private } => {
+                if self.last.is_some_and(|last| event > last) {
+                    return Err(Stop::Told);
+                }
                 if self.capacity.is_none() {
                     self.seen.passed_over += 1;
                     return Ok(());
@@ -343,6 +352,13 @@ impl<'a, W: Watch> Run<'a, W> {
                 let got = self.alloc(event, size, stream, None)?;
                 if private.is_some() {
                     self.end_pool();
+                }
+                if got.is_some() {
+                    self.note_peaks(event);
+                    self.look(event);
+                }
+                if self.last == Some(event) {
+                    return Err(Stop::Told);
                 }
                 if let Some(address) = got {
                     // It fits here. What PyTorch's program did next, it did without this memory.

@@ -185,10 +185,7 @@ impl Request<'_> {
         let mut site = |event| sites.index(self.stack_of(event)?);
         let mut moment = run.shown.reserved_peak_event;
         if let Some(refusal) = &mut run.shown.refusal {
-            // A run goes on after a request that PyTorch refused too: stop at the one before.
-            let served = |at: &u64| self.event(*at).is_some_and(|e| e.action == Action::Alloc);
-            let before = if refusal.recorded { (0..refusal.event).rfind(served) } else { None };
-            moment = before.unwrap_or(refusal.event);
+            moment = refusal.event;
             refusal.site = site(refusal.event);
         }
         let state = state_at(self.program, &self.config(run.policy), moment)?;
