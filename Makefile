@@ -3,9 +3,10 @@ CARGO ?= cargo
 TRACES ?=
 TARGET ?= open
 SECONDS ?= 3600
+MEMORYVIZ_JS ?=
 CUSHION = $(or $(CARGO_TARGET_DIR),target)/release/cushion
 
-.PHONY: help test demo bench docs verify fuzz clean
+.PHONY: help test test-viz demo bench docs verify fuzz clean
 
 help: ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -14,7 +15,13 @@ test: ## format, lints, documentation, every test that needs no GPU
 	$(CARGO) fmt --all -- --check
 	$(CARGO) clippy --workspace --all-targets --locked -- -D warnings
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --workspace --no-deps --locked --quiet
+	@sh scripts/setup-browser.sh
 	$(CARGO) test --workspace --locked
+	@$(MAKE) --no-print-directory test-viz
+
+test-viz: ## converted snapshots in PyTorch's own tools (MEMORYVIZ_JS=PATH for its viewer too)
+	@$(CARGO) build --release --locked --quiet --bin cushion
+	@sh scripts/test-viz.sh $(CUSHION) "$(MEMORYVIZ_JS)"
 
 demo: ## replay recorded runs on a simulated 24 GiB card: one policy dies, the other lives
 	@$(CARGO) build --release --locked --quiet --bin cushion

@@ -19,10 +19,25 @@ pub(crate) struct Cli {
 pub(crate) enum Command {
     /// Replay recorded traces on a simulated GPU: what they need, and whether they fit.
     ///
-    /// A trace is what `torch.cuda.memory._dump_snapshot()` writes, plain or gzip. The exit code is 0
-    /// if everything fits, 1 if memory ran out, 2 for bad input, 3 if --verify found a difference; the
-    /// highest over all traces.
+    /// A trace is what `torch.cuda.memory._dump_snapshot()` writes (a pickle), the same as JSON, a log of
+    /// RMM, or Cushion's own; plain, gzip or zstd. The exit code is 0 if everything fits, 1 if memory
+    /// ran out, 2 for bad input, 3 if --verify found a difference; the highest over all traces.
     Replay(Box<ReplayArgs>),
+    /// Write a trace in another format: to keep it in a tenth of the bytes, or to look at it in
+    /// PyTorch's viewer.
+    ///
+    /// What replay does not look at is not kept: metadata, annotations, compile contexts and host
+    /// memory. A `.cushion` file has all the rest. A pickle or JSON is made so that every view of
+    /// PyTorch's viewer works: events that the viewer could not go back beyond are left out, and
+    /// counted. The exit code is 0, or 2 if the input or the output is no good; then there is no
+    /// output.
+    Convert(ConvertArgs),
+    /// Write a page about a trace, for a person: one file, no network.
+    ///
+    /// What is live and reserved over time under each policy, the address map at the peak, the largest
+    /// allocations and where they came from, lifetimes, and what would have fitted. The exit code is 0
+    /// if the report was written, whatever it says, and 2 if not.
+    Report(ReportArgs),
     /// Print the reference of all options, as in docs/options.md.
     Options,
 }
@@ -30,7 +45,7 @@ pub(crate) enum Command {
 /// The arguments of `cushion replay`.
 #[derive(Debug, Args)]
 pub(crate) struct ReplayArgs {
-    /// Snapshot files (pickle, plain or gzip).
+    /// Traces; `-` is standard input.
     #[arg(required = true, value_name = "TRACE")]
     pub(crate) traces: Vec<PathBuf>,
 
@@ -46,6 +61,10 @@ pub(crate) struct ReplayArgs {
     /// or a number of bytes. Without it there is no limit.
     #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
     pub(crate) capacity: Option<u64>,
+
+    /// Find the smallest device on which the trace passes, to 2 MiB, for each policy.
+    #[arg(long)]
+    pub(crate) min_capacity: bool,
 
     /// Compare each address with the one PyTorch chose. Needs the ladder `torch`, and compares under
     /// the policy the trace was recorded with.
@@ -63,6 +82,57 @@ pub(crate) struct ReplayArgs {
     /// One JSON object per line, trace and policy.
     #[arg(long)]
     pub(crate) json: bool,
+}
+
+/// The arguments of `cushion convert`.
+#[derive(Debug, Args)]
+pub(crate) struct ConvertArgs {
+    /// The trace to read, of any kind that `cushion replay` reads; `-` for standard input.
+    pub(crate) input: PathBuf,
+
+    /// The file to write, `-` for standard output. Its name says what it is: .cushion, .pickle, .pkl
+    /// or .json, and .gz behind that for gzip.
+    pub(crate) output: PathBuf,
+
+    /// What to write, in place of what the name of the output says.
+    #[arg(long, value_enum, value_name = "FORMAT")]
+    pub(crate) to: Option<FormatArg>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum FormatArg {
+    /// Cushion's own trace.
+    Cushion,
+    /// What PyTorch writes.
+    Pickle,
+    /// The same as JSON.
+    Json,
+}
+
+/// The arguments of `cushion report`.
+#[derive(Debug, Args)]
+pub(crate) struct ReportArgs {
+    /// The trace, of any kind that `cushion replay` reads; `-` is standard input.
+    #[arg(value_name = "TRACE")]
+    pub(crate) trace: PathBuf,
+
+    /// Where the page goes, or - for standard output. Without it, the trace's name with .html, in the
+    /// current folder.
+    #[arg(short, long, value_name = "FILE")]
+    pub(crate) output: Option<PathBuf>,
+
+    /// The card to judge against: the most the allocator may hold, as 24GiB, 512MiB, or a number of
+    /// bytes. Without it there is no limit, and common cards are named.
+    #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
+    pub(crate) capacity: Option<u64>,
+
+    /// Which device of the trace; without it, the one with the most events.
+    #[arg(long, value_name = "N")]
+    pub(crate) device: Option<usize>,
+
+    /// What is tried before a request is refused: what PyTorch does, or Cushion's own steps.
+    #[arg(long, value_enum, default_value_t = LadderArg::Torch)]
+    pub(crate) ladder: LadderArg,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]

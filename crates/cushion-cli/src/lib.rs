@@ -7,7 +7,13 @@
 
 mod args;
 mod bytes;
+mod convert;
+mod load;
+mod progress;
 mod replay;
+mod report;
+mod save;
+mod table;
 
 use std::ffi::OsString;
 use std::fmt;
@@ -17,6 +23,7 @@ use std::process::ExitCode;
 use clap::Parser;
 
 use args::{Cli, Command};
+use progress::Progress;
 
 /// How a command ended. The highest over all inputs is the exit code.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -38,9 +45,16 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> ExitCode {
             return ExitCode::from(code as u8);
         }
     };
-    let mut streams = Streams { out: io::stdout().lock(), talk: io::stderr().lock(), failed: None };
+    let mut streams = Streams {
+        out: io::stdout().lock(),
+        talk: io::stderr().lock(),
+        failed: None,
+        progress: Progress::on_terminal(),
+    };
     let done = match cli.command {
         Command::Replay(args) => replay::run(&args, &mut streams),
+        Command::Convert(args) => convert::run(&args, &mut streams),
+        Command::Report(args) => report::run(&args, &mut streams),
         Command::Options => {
             streams.data(format_args!("{}", cushion_core::options::markdown().trim_end()));
             Ok(Verdict::Fits)
@@ -69,11 +83,13 @@ struct Streams<O, T> {
     talk: T,
     /// The first failure to write data; nothing is written after it.
     failed: Option<io::Error>,
+    progress: Progress,
 }
 
 impl<O: Write, T: Write> Streams<O, T> {
     /// A line of data.
     fn data(&mut self, line: fmt::Arguments<'_>) {
+        self.progress.clear(&mut self.talk);
         if self.failed.is_none() {
             self.failed = writeln!(self.out, "{line}").err();
         }
@@ -81,6 +97,22 @@ impl<O: Write, T: Write> Streams<O, T> {
 
     /// A line for people. If nobody listens, the exit code still tells.
     fn talk(&mut self, line: fmt::Arguments<'_>) {
+        self.progress.clear(&mut self.talk);
         let _ = writeln!(self.talk, "cushion: {line}");
+    }
+
+    /// A piece of work begins that may take a while.
+    fn begin(&mut self, what: impl Into<String>) {
+        self.progress.begin(what, &mut self.talk);
+    }
+
+    /// So much of it is done, of so much if that is known.
+    fn update(&mut self, done: u64, total: Option<u64>) {
+        self.progress.update(done, total, &mut self.talk);
+    }
+
+    /// It is done.
+    fn end(&mut self) {
+        self.progress.clear(&mut self.talk);
     }
 }

@@ -8,11 +8,14 @@ use cushion_core::driver::Call;
 use cushion_core::size::display;
 use cushion_core::{Ladder, Policy};
 use cushion_trace::{
-    Difference, Limits, Outcome, Program, Refusal, ReplayConfig, Snapshot, open, replay,
+    Difference, Events, Frame, Outcome, Program, Refusal, ReplayConfig, Stacks, Watch,
+    min_capacity, replay, replay_watched,
 };
 use serde::Serialize;
 
 use crate::args::{PolicyArg, ReplayArgs};
+use crate::load::{Loaded, load, short};
+use crate::table::{Align, Table};
 use crate::{Streams, Verdict};
 
 /// Runs the command.
@@ -31,16 +34,16 @@ pub(crate) fn run<O: Write, T: Write>(
         streams.talk(format_args!("not options of the device allocator: {keys}"));
     }
     let mut verdict = Verdict::Fits;
-    let mut table = Table::default();
+    let mut rows = Rows::new(args.min_capacity);
     for path in &args.traces {
         // One bad file does not keep the others from being read.
-        let found = one_trace(path, args, ladder, &mut table, streams).unwrap_or_else(|error| {
+        let found = one_trace(path, args, ladder, &mut rows, streams).unwrap_or_else(|error| {
             streams.talk(format_args!("{}: {error:#}", path.display()));
             Verdict::BadInput
         });
         verdict = verdict.max(found);
     }
-    for line in table.lines() {
+    for line in rows.lines() {
         streams.data(format_args!("{line}"));
     }
     Ok(verdict)
@@ -50,20 +53,12 @@ fn one_trace<O: Write, T: Write>(
     path: &Path,
     args: &ReplayArgs,
     ladder: Ladder,
-    table: &mut Table,
+    rows: &mut Rows,
     streams: &mut Streams<O, T>,
 ) -> anyhow::Result<Verdict> {
-    let name = path.display().to_string();
-    let snapshot = open(path, &Limits::default())?;
-    let device = choose_device(&snapshot, args.device)?;
-    let program = Program::of(&snapshot, device);
-    drop(snapshot);
-    if program.is_empty() {
-        bail!("no allocations were recorded on device {device}");
-    }
-    for note in &program.notes {
-        streams.talk(format_args!("{name}: {note}"));
-    }
+    let Loaded { name, snapshot, device, program } = load(path, args.device, streams)?;
+    // With a limit, requests that PyTorch refused are tried again.
+    let floor = program.floor_bytes(args.capacity.is_some());
     let mut verdict = Verdict::Fits;
     for &policy in args.policy.policies() {
         let config = ReplayConfig {
@@ -72,7 +67,8 @@ fn one_trace<O: Write, T: Write>(
             capacity: args.capacity,
             options: args.conf.as_ref().map(|conf| conf.options.clone()),
         };
-        let outcome = replay(&program, &config).context("the simulated device refused a call")?;
+        let outcome = run_one(&name, &program, &config, streams)
+            .context("the simulated device refused a call")?;
         if outcome.oom.is_some() {
             verdict = verdict.max(Verdict::OutOfMemory);
         }
@@ -86,34 +82,126 @@ fn one_trace<O: Write, T: Write>(
             }
             verdict = verdict.max(if differs { Verdict::Differs } else { Verdict::Fits });
         }
-        if outcome.refusals_passed_over > 0 {
-            streams.talk(format_args!(
-                "{name}: {policy}: {} requests that PyTorch refused are passed over; --capacity \
-                 tries them",
-                outcome.refusals_passed_over
-            ));
+        for line in caveats(&program, &outcome) {
+            streams.talk(format_args!("{name}: {policy}: {line}"));
         }
-        let row = Row { trace: &name, policy, ladder, outcome: &outcome };
+        let smallest = if args.min_capacity {
+            let smallest = smallest_device(&name, &program, &config, streams)
+                .context("the simulated device refused a call")?;
+            if smallest.is_none() {
+                streams.talk(format_args!(
+                    "{name}: {policy}: no device is large enough: one request is for more than \
+                     1 TiB"
+                ));
+            }
+            if smallest.is_some_and(|bytes| bytes < program.floor_bytes(true)) {
+                streams.talk(format_args!(
+                    "{name}: {policy}: the smallest device is below the floor, because on it the \
+                     allocator waits for other streams earlier than PyTorch saw them done"
+                ));
+            }
+            smallest
+        } else {
+            None
+        };
+        let stack = outcome
+            .oom
+            .map(|refusal| stack_of(&refusal, &snapshot.devices[device], &snapshot.stacks));
+        let row = Row {
+            trace: &name,
+            policy,
+            ladder,
+            outcome: &outcome,
+            floor,
+            smallest,
+            stack: stack.unwrap_or_default(),
+        };
         if args.json {
             streams.data(format_args!("{}", serde_json::to_string(&row.json())?));
         } else {
-            table.add(&row);
+            rows.add(&row);
         }
     }
     Ok(verdict)
 }
 
-/// The device asked for, or the one with the most events.
-fn choose_device(snapshot: &Snapshot, asked: Option<usize>) -> anyhow::Result<usize> {
-    let count = snapshot.devices.len();
-    match asked {
-        Some(device) if device < count => Ok(device),
-        Some(device) => bail!("no device {device}: the trace has {count}"),
-        None => (0..count)
-            .rev()
-            .max_by_key(|&device| snapshot.devices[device].len())
-            .context("the trace has no device"),
+/// Runs a program under one policy, with progress where somebody looks.
+fn run_one<O: Write, T: Write>(
+    name: &str,
+    program: &Program,
+    config: &ReplayConfig,
+    streams: &mut Streams<O, T>,
+) -> Result<Outcome, cushion_core::DriverError> {
+    if !streams.progress.is_on() {
+        return replay(program, config);
     }
+    streams.begin(format!("replaying {} under {}", short(name), config.policy));
+    let outcome = replay_watched(program, config, &mut Shown { streams, program, steps: 0 });
+    streams.end();
+    outcome
+}
+
+/// Shows the progress of a run.
+struct Shown<'a, O, T> {
+    streams: &'a mut Streams<O, T>,
+    program: &'a Program,
+    steps: u64,
+}
+
+impl<O: Write, T: Write> Watch for Shown<'_, O, T> {
+    fn moment(&mut self, event: u64, _live: u64, _reserved: u64) {
+        self.steps += 1;
+        if self.steps.is_multiple_of(1 << 16) {
+            self.streams.update(event, Some(self.program.events));
+        }
+    }
+}
+
+fn smallest_device<O: Write, T: Write>(
+    name: &str,
+    program: &Program,
+    config: &ReplayConfig,
+    streams: &mut Streams<O, T>,
+) -> Result<Option<u64>, cushion_core::DriverError> {
+    streams.begin(format!("smallest device for {} under {}", short(name), config.policy));
+    let tried = |runs, expected| streams.update(u64::from(runs), Some(u64::from(expected)));
+    let smallest = min_capacity(program, config, tried);
+    streams.end();
+    smallest
+}
+
+/// Where in the program the refused request was made, innermost first.
+fn stack_of(refusal: &Refusal, events: &Events, stacks: &Stacks) -> Vec<String> {
+    let event = usize::try_from(refusal.event).ok().filter(|_| !refusal.at_beginning);
+    let stack = event.and_then(|event| events.get(event)).and_then(|event| event.stack);
+    let line = |frame: &Frame| format!("{}:{} {}", frame.filename, frame.line, frame.name);
+    stack.map(|stack| stacks.frames(stack).map(line).collect()).unwrap_or_default()
+}
+
+/// What a run cannot know, in words.
+fn caveats(program: &Program, outcome: &Outcome) -> Vec<String> {
+    let mut lines = Vec::new();
+    if outcome.refusals_passed_over > 0 {
+        lines.push(format!(
+            "{} requests that PyTorch refused are passed over; --capacity tries them",
+            outcome.refusals_passed_over
+        ));
+    }
+    if outcome.hurried_frees > 0 {
+        lines.push(format!(
+            "of {} frees that waited for another stream, {} were waited for and used again earlier \
+             than in PyTorch; how long that takes is not known",
+            outcome.pending_frees, outcome.hurried_frees
+        ));
+    }
+    if program.begins_in_the_middle() && outcome.same_address.is_none() {
+        lines.push(
+            "what this policy would have held before the trace begins is not known: its run starts \
+             from the live blocks alone"
+                .to_owned(),
+        );
+    }
+    lines
 }
 
 /// How far a run did as PyTorch did: whether it went another way, and that in words.
@@ -135,8 +223,8 @@ fn verify(policy: Policy, program: &Program, outcome: &Outcome) -> (bool, Vec<St
             place(pytorch),
             place(ours)
         ));
-        let why = if program.begins_in_the_middle {
-            "the trace begins in the middle of a run; what was held before it is not rebuilt"
+        let why = if program.begins_in_the_middle() {
+            "the trace begins in the middle of a run: was something before it not rebuilt rightly?"
         } else {
             "were the capacity or the options other than PyTorch's?"
         };
@@ -150,6 +238,11 @@ struct Row<'a> {
     policy: Policy,
     ladder: Ladder,
     outcome: &'a Outcome,
+    floor: u64,
+    /// The smallest device, if it was asked for and there is one.
+    smallest: Option<u64>,
+    /// Where in the program memory ran out, if that was recorded.
+    stack: Vec<String>,
 }
 
 #[derive(Serialize)]
@@ -160,12 +253,16 @@ struct JsonRow<'a> {
     events: u64,
     allocs: u64,
     live_peak_bytes: u64,
+    floor_bytes: u64,
     reserved_peak_bytes: u64,
     excess: Option<f64>,
+    min_capacity_bytes: Option<u64>,
     same_address: Option<u64>,
     first_difference: Option<JsonDifference>,
     driver: JsonDriver,
     retries: u64,
+    pending_frees: u64,
+    hurried_frees: u64,
     oom: Option<JsonRefusal>,
 }
 
@@ -196,6 +293,7 @@ struct JsonRefusal {
     live: u64,
     reserved: u64,
     largest_free: u64,
+    stack: Vec<String>,
 }
 
 impl<'a> Row<'a> {
@@ -209,8 +307,10 @@ impl<'a> Row<'a> {
             events: outcome.events,
             allocs: outcome.allocs,
             live_peak_bytes: outcome.live_peak,
+            floor_bytes: self.floor,
             reserved_peak_bytes: outcome.reserved_peak,
             excess: outcome.excess(),
+            min_capacity_bytes: self.smallest,
             same_address: outcome.same_address,
             first_difference: outcome.difference.map(|difference| JsonDifference {
                 event: difference.event,
@@ -229,84 +329,91 @@ impl<'a> Row<'a> {
                 time_us: microseconds(outcome.driver.nanos),
             },
             retries: outcome.retries,
+            pending_frees: outcome.pending_frees,
+            hurried_frees: outcome.hurried_frees,
             oom: outcome.oom.map(|refusal| {
                 let Refusal { event, requested, live, reserved, largest_free, .. } = refusal;
-                JsonRefusal { event, requested, live, reserved, largest_free }
+                let stack = self.stack.clone();
+                JsonRefusal { event, requested, live, reserved, largest_free, stack }
             }),
         }
     }
 }
 
 #[expect(clippy::cast_precision_loss, reason = "times are small")]
-fn microseconds(nanos: u64) -> f64 {
+pub(crate) fn microseconds(nanos: u64) -> f64 {
     nanos as f64 / 1000.0
 }
 
-/// The table for people: columns as wide as their widest cell, readable without colour.
-#[derive(Default)]
-struct Table {
-    rows: Vec<Vec<String>>,
-    /// What a cell has no room for.
+/// The rows of the table for people, and under it what a cell has no room for.
+struct Rows {
+    table: Table,
+    with_smallest: bool,
     details: Vec<String>,
 }
 
-impl Table {
-    const HEAD: [&str; 8] =
-        ["trace", "policy", "allocs", "live peak", "reserved peak", "excess", "driver", "result"];
-    /// Columns of names are aligned left, of figures right.
-    const LEFT: [bool; 8] = [true, true, false, false, false, false, false, true];
+impl Rows {
+    fn new(with_smallest: bool) -> Self {
+        let mut columns = vec![
+            ("trace", Align::Left),
+            ("policy", Align::Left),
+            ("allocs", Align::Right),
+            ("live peak", Align::Right),
+            ("floor", Align::Right),
+            ("reserved peak", Align::Right),
+            ("excess", Align::Right),
+        ];
+        if with_smallest {
+            columns.push(("smallest device", Align::Right));
+        }
+        columns.extend([("driver", Align::Right), ("result", Align::Left)]);
+        Self { table: Table::new(columns), with_smallest, details: Vec::new() }
+    }
 
     fn add(&mut self, row: &Row<'_>) {
         let outcome = row.outcome;
-        let file = Path::new(row.trace).file_name().unwrap_or(row.trace.as_ref());
-        let file = file.to_string_lossy().into_owned();
-        let result = match outcome.oom {
-            None => "fits".to_owned(),
-            Some(Refusal { event, requested, live, reserved, largest_free, .. }) => {
-                self.details.push(format!(
-                    "{file}, {}: at event {event} a request of {} was refused, with {} live and {} \
-                     reserved; the largest free block was {}.",
-                    row.policy,
-                    display(requested),
-                    display(live),
-                    display(reserved),
-                    display(largest_free)
-                ));
-                "out of memory".to_owned()
-            }
-        };
-        self.rows.push(vec![
-            file,
+        let file = short(row.trace);
+        let none = || "-".to_owned();
+        let mut cells = vec![
+            file.clone(),
             row.policy.to_string(),
             outcome.allocs.to_string(),
             display(outcome.live_peak),
+            display(row.floor),
             display(outcome.reserved_peak),
-            outcome.excess().map_or_else(|| "-".to_owned(), |excess| format!("{excess:.4}")),
-            format!("{:.2} ms", microseconds(outcome.driver.nanos) / 1000.0),
-            result,
-        ]);
+            outcome.excess().map_or_else(none, |excess| format!("{excess:.4}")),
+        ];
+        if self.with_smallest {
+            cells.push(row.smallest.map_or_else(none, display));
+        }
+        cells.push(format!("{:.2} ms", microseconds(outcome.driver.nanos) / 1000.0));
+        cells.push(if outcome.oom.is_some() { "out of memory" } else { "fits" }.to_owned());
+        self.table.add(cells);
+        if let Some(refusal) = &outcome.oom {
+            self.details.push(format!("{file}, {}: {}", row.policy, in_words(refusal)));
+            self.details.extend(row.stack.iter().map(|line| format!("    {line}")));
+        }
     }
 
     fn lines(&self) -> Vec<String> {
-        if self.rows.is_empty() {
-            return Vec::new();
+        let mut lines = self.table.lines();
+        if !self.details.is_empty() {
+            lines.push(String::new());
+            lines.extend(self.details.iter().cloned());
         }
-        let head: Vec<String> = Self::HEAD.iter().map(|&cell| cell.to_owned()).collect();
-        let rows: Vec<&Vec<String>> = std::iter::once(&head).chain(&self.rows).collect();
-        let widths: Vec<usize> = (0..Self::HEAD.len())
-            .map(|column| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0))
-            .collect();
-        let mut lines: Vec<String> = rows
-            .iter()
-            .map(|row| {
-                let cells =
-                    row.iter().zip(&widths).zip(Self::LEFT).map(|((cell, &width), left)| {
-                        if left { format!("{cell:<width$}") } else { format!("{cell:>width$}") }
-                    });
-                cells.collect::<Vec<_>>().join("  ").trim_end().to_owned()
-            })
-            .collect();
-        lines.extend(self.details.iter().cloned());
         lines
     }
+}
+
+fn in_words(refusal: &Refusal) -> String {
+    let &Refusal { event, requested, live, reserved, largest_free, .. } = refusal;
+    let held = format!("{} live and {} reserved", display(live), display(reserved));
+    if refusal.at_beginning {
+        return format!("before the first event there are {held} already, which is too much.");
+    }
+    format!(
+        "at event {event} a request of {} was refused, with {held}; the largest free range was {}.",
+        display(requested),
+        display(largest_free)
+    )
 }

@@ -31,9 +31,9 @@ mod tests {
         let output = cushion(&["replay", &trace]);
         assert_eq!(output.status.code(), Some(0));
         let expected = "\
-trace                     policy      allocs  live peak  reserved peak  excess    driver  result
-stream_offload.pickle.gz  segments      3577   9.85 GiB      12.08 GiB  1.2264   6.51 ms  fits
-stream_offload.pickle.gz  expandable    3577   9.85 GiB      10.00 GiB  1.0154  22.65 ms  fits
+trace                     policy      allocs  live peak     floor  reserved peak  excess    driver  result
+stream_offload.pickle.gz  segments      3577   9.85 GiB  9.85 GiB      12.08 GiB  1.2264   6.51 ms  fits
+stream_offload.pickle.gz  expandable    3577   9.85 GiB  9.85 GiB      10.00 GiB  1.0154  22.65 ms  fits
 ";
         assert_eq!(text(&output.stdout), expected);
         assert_eq!(text(&output.stderr), "");
@@ -92,6 +92,85 @@ stream_offload.pickle.gz  expandable    3577   9.85 GiB      10.00 GiB  1.0154  
             text(&output.stderr)
                 .contains("not verified, the trace was recorded with segments, not expandable")
         );
+    }
+
+    #[test]
+    fn the_smallest_device_is_found_for_each_policy() {
+        let trace = trace("graphs_serving");
+        let output = cushion(&["replay", "--min-capacity", &trace]);
+        assert_eq!(output.status.code(), Some(0));
+        let expected = "\
+trace                     policy      allocs  live peak     floor  reserved peak  excess  smallest device    driver  result
+graphs_serving.pickle.gz  segments      3607   4.14 GiB  4.27 GiB       6.76 GiB  1.6348         4.58 GiB   6.66 ms  fits
+graphs_serving.pickle.gz  expandable    3607   4.14 GiB  4.27 GiB       4.84 GiB  1.1693         4.48 GiB  13.14 ms  fits
+";
+        assert_eq!(text(&output.stdout), expected);
+        let rows = json(&cushion(&["replay", "--min-capacity", "--json", &trace]));
+        for row in rows {
+            let smallest = row["min_capacity_bytes"].as_u64().unwrap();
+            assert!(row["floor_bytes"].as_u64().unwrap() <= smallest);
+            let policy = row["policy"].as_str().unwrap();
+            let with = |bytes: u64| {
+                let capacity = bytes.to_string();
+                let args = ["replay", &trace, "--policy", policy, "--capacity", &capacity];
+                cushion(&args).status.code()
+            };
+            assert_eq!(with(smallest), Some(0));
+            assert_eq!(with(smallest - (2 << 20)), Some(1));
+        }
+        // Without the flag the figure is there, and empty.
+        let rows = json(&cushion(&["replay", "--json", &trace]));
+        assert_eq!(rows[0]["min_capacity_bytes"], Value::Null);
+        assert_eq!(rows[0]["floor_bytes"], 4_589_395_968_u64);
+    }
+
+    #[test]
+    fn where_it_fails_is_told_with_the_stack() {
+        let trace = trace("vision_multires.midrun");
+        let args = ["replay", &trace, "--capacity", "9GiB", "--policy", "segments"];
+        let output = cushion(&args);
+        assert_eq!(output.status.code(), Some(1));
+        let table = text(&output.stdout);
+        assert!(table.contains("the largest free range was"), "{table}");
+        assert!(table.contains("    functional.py:2846 batch_norm\n"), "{table}");
+        let row = &json(&cushion(&[&args[..], &["--json"]].concat()))[0];
+        assert_eq!(row["oom"]["stack"][0], "functional.py:2846 batch_norm");
+        assert!(row["oom"]["event"].as_u64().unwrap() > 0);
+    }
+
+    #[test]
+    fn a_trace_from_the_middle_is_verified_and_says_what_is_not_known() {
+        let trace = trace("vision_multires.midrun");
+        let output = cushion(&["replay", &trace, "--verify"]);
+        assert_eq!(output.status.code(), Some(0));
+        let talk = text(&output.stderr);
+        assert!(
+            talk.contains("the trace begins in the middle of a run: 260.19 MiB live"),
+            "{talk}"
+        );
+        assert!(talk.contains("segments: 6243 of 6243 allocations at PyTorch's address"), "{talk}");
+        assert!(talk.contains("expandable: what this policy would have held"), "{talk}");
+    }
+
+    #[test]
+    fn frees_that_a_shortage_hurries_are_told() {
+        let trace = trace("stream_offload");
+        let output = cushion(&["replay", &trace, "--capacity", "6GiB", "--policy", "segments"]);
+        assert_eq!(output.status.code(), Some(0));
+        let talk = text(&output.stderr);
+        assert!(talk.contains("used again earlier than in PyTorch"), "{talk}");
+    }
+
+    #[test]
+    fn standard_input_is_a_trace() {
+        let file = std::fs::File::open(trace("stream_offload")).unwrap();
+        let output = Command::new(env!("CARGO_BIN_EXE_cushion"))
+            .args(["replay", "-", "--json", "--policy", "segments"])
+            .stdin(file)
+            .output()
+            .unwrap();
+        assert_eq!(output.status.code(), Some(0));
+        assert_eq!(json(&output)[0]["allocs"], 3577);
     }
 
     #[test]

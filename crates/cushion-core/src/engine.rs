@@ -18,6 +18,7 @@ use crate::pending::Pending;
 use crate::policy::Policy;
 use crate::pool::{PoolId, PoolTable};
 use crate::private::StreamFilter;
+use crate::restore::{HeldSegment, RestoreError};
 use crate::segment::SegmentTable;
 use crate::snapshot::Snapshot;
 use crate::stats::{Counters, Lanes, Stats};
@@ -185,6 +186,29 @@ impl<D: Driver> Engine<D> {
         self.locked(|mut engine| engine.give_back_cached(pool, Context::NONE))
     }
 
+    /// Puts back what an allocator held at some moment: its segments, the live blocks in them, and
+    /// free memory between. `placing` is called before each segment that takes addresses from the
+    /// driver, with where it was; returned is where each is now, or why it could not be put back.
+    pub fn restore(
+        &self,
+        segments: &[HeldSegment],
+        mut placing: impl FnMut(&HeldSegment),
+    ) -> Vec<Result<u64, RestoreError>> {
+        let mut ranges: FxHashMap<u64, u64> = FxHashMap::default();
+        let mut put_back = |held: &HeldSegment| {
+            let range_at = held.range.and_then(|range| ranges.get(&range).copied());
+            if range_at.is_none() {
+                placing(held);
+            }
+            let base = self.locked(|mut engine| engine.restore(held, range_at))?;
+            if let Some(range) = held.range {
+                ranges.insert(range, base - (held.address - range));
+            }
+            Ok(base)
+        };
+        segments.iter().map(&mut put_back).collect()
+    }
+
     // ---- private pools ----
 
     /// Makes a private pool, or adds a use to one.
@@ -315,6 +339,12 @@ impl<D: Driver> Engine<D> {
     #[must_use]
     pub fn stats(&self) -> Stats {
         self.counters.read(&self.lanes)
+    }
+
+    /// Live bytes, as asked for, and reserved bytes now. Takes no lock.
+    #[must_use]
+    pub fn live_and_reserved(&self) -> (u64, u64) {
+        (self.counters.requested_bytes.current(), self.counters.reserved_bytes.current())
     }
 
     /// Peaks start again from now.

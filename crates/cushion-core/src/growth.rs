@@ -26,20 +26,15 @@ impl<D: Driver> Locked<'_, D> {
             Source::Plain(bytes) => self.plain_segment(bytes, request, policy, context),
             Source::Extend(block) => self.extend(block, request.size, context),
             Source::Reserve { bytes, page_size } => {
-                let Some(address) = unless_full(self.driver.reserve(bytes))? else {
-                    return Ok(None);
-                };
-                let backing = Backing::Pages { page_size };
-                let id = self.add_segment(address, bytes, request, backing, policy, context);
-                self.state.blocks[id].state = BlockState::Unmapped;
-                let pool = &mut self.state.pools[request.pool];
-                pool.lane_or_new(request.stream, self.lanes).insert_unmapped(address, id);
-                self.extend(id, request.size, context)
+                match self.paged_segment(bytes, page_size, request, policy, context)? {
+                    Some(unmapped) => self.extend(unmapped, request.size, context),
+                    None => Ok(None),
+                }
             }
         }
     }
 
-    fn plain_segment(
+    pub(crate) fn plain_segment(
         &mut self,
         bytes: u64,
         request: &Request,
@@ -59,6 +54,24 @@ impl<D: Driver> Locked<'_, D> {
         self.counters.num_device_alloc.add(1);
         let place = (request.stream, request.pool);
         self.record(Action::SegmentAlloc, address, bytes, place, context);
+        Ok(Some(id))
+    }
+
+    /// A segment that pages come and go behind, with none so far.
+    pub(crate) fn paged_segment(
+        &mut self,
+        bytes: u64,
+        page_size: u64,
+        request: &Request,
+        policy: Policy,
+        context: Context,
+    ) -> DriverResult<Option<BlockId>> {
+        let Some(address) = unless_full(self.driver.reserve(bytes))? else { return Ok(None) };
+        let backing = Backing::Pages { page_size };
+        let id = self.add_segment(address, bytes, request, backing, policy, context);
+        self.state.blocks[id].state = BlockState::Unmapped;
+        let pool = &mut self.state.pools[request.pool];
+        pool.lane_or_new(request.stream, self.lanes).insert_unmapped(address, id);
         Ok(Some(id))
     }
 
@@ -122,7 +135,12 @@ impl<D: Driver> Locked<'_, D> {
     }
 
     /// Puts pages behind the first `bytes` bytes of an unmapped block; false if memory ran out.
-    fn map_block(&mut self, id: BlockId, bytes: u64, context: Context) -> DriverResult<bool> {
+    pub(crate) fn map_block(
+        &mut self,
+        id: BlockId,
+        bytes: u64,
+        context: Context,
+    ) -> DriverResult<bool> {
         let block = &self.state.blocks[id];
         let (address, room, pool, stream) = (block.address, block.size, block.pool, block.stream);
         let Backing::Pages { page_size } = self.state.segments[block.segment].backing else {

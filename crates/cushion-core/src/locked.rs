@@ -139,18 +139,31 @@ impl<D: Driver> Locked<'_, D> {
         request.is_ok_and(|request| self.choose(&request, self.state.policy).is_some())
     }
 
-    /// Cuts the block to size and hands it out.
+    /// Cuts the block to size, if the policy splits it, and hands it out.
     fn hand_out(&mut self, found: Found, request: &Request, context: Context) -> u64 {
         let Found { block: id, policy } = found;
         let view = self.state.view(self.device);
         let block = &view.blocks[id];
-        let (pool, address, whole) = (block.pool, block.address, block.size);
-        let small = self.state.pools[pool].small;
-        let was_split = block.is_split();
-        let plain = view.segments[block.segment].is_plain();
-        let splits = whole > request.size
+        let small = self.state.pools[block.pool].small;
+        let splits = block.size > request.size
             && policy.rules().splits(view, block, request.size, small)
-            && !self.state.pools.is_no_split(pool);
+            && !self.state.pools.is_no_split(block.pool);
+        self.take(id, splits, request, context)
+    }
+
+    /// Hands out a free block: its first `request.size` bytes if it is to be split, else all of it.
+    pub(crate) fn take(
+        &mut self,
+        id: BlockId,
+        splits: bool,
+        request: &Request,
+        context: Context,
+    ) -> u64 {
+        let block = &self.state.blocks[id];
+        let (pool, address, whole) = (block.pool, block.address, block.size);
+        let was_split = block.is_split();
+        let plain = self.state.segments[block.segment].is_plain();
+        let small = self.state.pools[pool].small;
 
         let State { blocks, pools, .. } = &mut *self.state;
         let pool = &mut pools[pool];

@@ -4,7 +4,7 @@
 //! Events lie in strides of [`STRIDE`], each packed on its own against the event before it (see
 //! `pack`), about seven bytes an event where no stacks are recorded. A stride is unpacked whole when
 //! one of its events is wanted, so going through in order costs little and going anywhere else costs
-//! one stride. The same packing is the body of Cushion's own trace files.
+//! one stride.
 
 use std::fmt;
 

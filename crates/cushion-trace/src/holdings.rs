@@ -5,8 +5,9 @@
 
 use std::collections::BTreeMap;
 
+use crate::beginning::Beginning;
 use crate::events::Events;
-use crate::snapshot::{Action, Event, Segment};
+use crate::snapshot::{Action, Event};
 
 /// A holding, numbered in the order of its first event. Those that were there before the trace
 /// begins come first.
@@ -29,18 +30,24 @@ struct Holding {
 }
 
 impl Holdings {
-    /// The holdings before the first event: the final segments that no event got.
-    pub(crate) fn before(events: &Events, segments: &[&Segment]) -> Self {
-        let mut end = Self::default();
-        for event in events {
-            end.take(&event);
-        }
+    /// The holdings before the first event, and the holding of each segment that was there.
+    pub(crate) fn before(beginning: &Beginning) -> (Self, Vec<HoldingId>) {
         let mut start = Self::default();
-        for segment in segments.iter().filter(|segment| end.at(segment.address).is_none()) {
-            let mapped = segment.expandable.then_some(segment.total_size);
-            start.insert(segment.address, segment.total_size, mapped);
+        let mut ids = Vec::with_capacity(beginning.segments.len());
+        for segment in &beginning.segments {
+            let end = segment.address.saturating_add(segment.size);
+            let known = segment.range.and_then(|range| start.alive.get_mut(&range));
+            if let Some(Holding { id, end: known_end, mapped: Some(mapped) }) = known {
+                *known_end = end.max(*known_end);
+                *mapped = mapped.saturating_add(segment.size);
+                ids.push(*id);
+                continue;
+            }
+            ids.push(start.count);
+            let from = segment.range.unwrap_or(segment.address);
+            start.insert(from, end - from, segment.range.map(|_| segment.size));
         }
-        start
+        (start, ids)
     }
 
     /// Moves past an event.
@@ -93,6 +100,11 @@ impl Holdings {
     /// How many holdings there were so far.
     pub(crate) fn count(&self) -> usize {
         self.count
+    }
+
+    /// Where the ranges begin that pages come and go behind.
+    pub(crate) fn paged_starts(&self) -> impl Iterator<Item = u64> {
+        self.alive.iter().filter(|(_, holding)| holding.mapped.is_some()).map(|(&start, _)| start)
     }
 
     /// How far from `start` the nearest ranges begin, before and after it, that pages come and go

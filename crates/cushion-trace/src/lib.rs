@@ -2,33 +2,49 @@
 //! engine and a simulated device.
 //!
 //! [`open`] reads a file, [`Program::of`] works out what the recorded program asked for, and
-//! [`replay`] runs it under a policy and says what it took.
+//! [`replay`] runs it under a policy and says what it took. [`write_snapshot`] writes what was read,
+//! as Cushion's own small trace or for PyTorch's viewer.
 
 #![forbid(unsafe_code)]
 
 mod arena;
+mod beginning;
+mod capacity;
+mod columns;
+mod consistency;
 mod detect;
 mod error;
 mod events;
+mod floor;
 mod holdings;
 mod json;
 mod memo;
 mod open;
+mod own;
 mod pack;
 mod pickle;
 mod pools;
 mod program;
 mod replay;
 mod rmm;
+mod run;
 mod snapshot;
 mod source;
 mod stacks;
+mod steps;
+mod viewer;
+mod write;
 mod zstd;
 
+pub use capacity::{CAPACITY_STEP, min_capacity};
+pub use consistency::{Inconsistency, inconsistencies};
 pub use error::{Format, Offset, TraceError};
 pub use events::{Events, Iter};
 pub use open::{Limits, open, read, read_with};
 pub use program::Program;
-pub use replay::{Difference, Outcome, Refusal, ReplayConfig, replay};
+pub use replay::{
+    Difference, Outcome, Refusal, ReplayConfig, State, Watch, replay, replay_watched, state_at,
+};
 pub use snapshot::{Action, Block, BlockState, Event, Origin, Segment, Settings, Snapshot};
 pub use stacks::{Frame, StackId, Stacks};
+pub use write::{FileFormat, Written, write_snapshot};

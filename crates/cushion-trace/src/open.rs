@@ -13,6 +13,7 @@ use flate2::read::MultiGzDecoder;
 use crate::detect::{self, GZIP_MAGIC, Kind, LOOK, ZSTD_MAGIC};
 use crate::error::{Format, TraceError};
 use crate::json;
+use crate::own;
 use crate::pickle::Machine;
 use crate::rmm;
 use crate::snapshot::{self, Snapshot};
@@ -105,11 +106,9 @@ fn read_source(source: &mut Source<'_>) -> Result<Snapshot, TraceError> {
             source.read_as(Format::Rmm);
             rmm::read(source)?
         }
-        // The reader of Cushion's own traces goes here.
         Kind::Own => {
-            return Err(TraceError::Unknown {
-                found: "a Cushion trace, which this version does not read".to_owned(),
-            });
+            source.read_as(Format::Own);
+            own::read(source)?
         }
         Kind::Other(found) => return Err(TraceError::Unknown { found }),
     };

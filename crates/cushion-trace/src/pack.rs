@@ -1,9 +1,8 @@
 //! One event packed against the one before it: what is the same takes no bytes, addresses and times
-//! are differences, numbers are as long as they need to be. `docs/trace-format.md` has it byte by
-//! byte.
+//! are differences, numbers are as long as they need to be.
 //!
-//! Packed events are read from memory, where they are known to be sound, and from files, where they
-//! are not: [`Unpacker`] takes any bytes and never goes past their end.
+//! This is how events lie in memory. Files have them in columns (see `columns`), which pack better
+//! under gzip, but only whole groups of them can be read.
 
 use crate::snapshot::{Action, Event};
 use crate::stacks::StackId;
@@ -24,7 +23,7 @@ const POOL: u8 = 0x04;
 const NO_POOL: u8 = 0x08;
 
 /// The event before the first.
-const NOTHING: Event = Event {
+pub(crate) const NOTHING: Event = Event {
     action: Action::Other,
     addr: 0,
     size: 0,
@@ -197,12 +196,12 @@ impl<'a> Unpacker<'a> {
 
 /// Small differences of either sign become small numbers.
 #[inline]
-fn zigzag(int: i64) -> u64 {
+pub(crate) fn zigzag(int: i64) -> u64 {
     (int << 1 ^ int >> 63).cast_unsigned()
 }
 
 #[inline]
-fn unzigzag(number: u64) -> i64 {
+pub(crate) fn unzigzag(number: u64) -> i64 {
     (number >> 1).cast_signed() ^ -(number & 1).cast_signed()
 }
 

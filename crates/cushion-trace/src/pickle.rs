@@ -13,8 +13,8 @@ use crate::source::{CHUNK, Source};
 macro_rules! opcodes {
     ($($name:ident = $byte:literal),* $(,)?) => {
         /// The opcodes that are run, under the names Python's `pickletools` gives them.
-        mod op {
-            $(pub(super) const $name: u8 = $byte;)*
+        pub(crate) mod op {
+            $(pub(crate) const $name: u8 = $byte;)*
         }
     };
 }

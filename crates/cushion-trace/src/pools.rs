@@ -109,30 +109,42 @@ pub(crate) fn infer(
     // A trial replays the trace; keep the whole effort to seconds.
     let mut trials = (50_000_000 / events.len().max(1)).clamp(16, 2000);
     let requests = Requests::of(events, start);
-    let mut best = labels;
-    let mut departure = follow(&best);
+    let mut best = labels.clone();
+    let mut now = labels;
+    let mut departure = follow(&now);
     while let Some(at) = departure {
         let mut further: Option<(usize, Labels, Option<Departure>)> = None;
-        for labels in requests.explanations(events, start, &best, &at) {
+        // Several holdings can stand in the way of one request. An explanation that changes how the
+        // engine departs there may be the first of several, if each makes one more holding private.
+        let mut aside = None;
+        for labels in requests.explanations(events, start, &now, &at) {
             if trials == 0 {
                 return best;
             }
             trials -= 1;
             let next = follow(&labels);
             let reach = next.as_ref().map_or(usize::MAX, |departure| departure.event);
-            if further.as_ref().is_none_or(|(furthest, ..)| reach > *furthest) {
+            if reach == at.event && next.as_ref() != Some(&at) && labels.inferred() > now.inferred()
+            {
+                aside.get_or_insert((labels, next));
+            } else if further.as_ref().is_none_or(|(furthest, ..)| reach > *furthest) {
                 further = Some((reach, labels, next));
             }
         }
-        match further {
-            Some((reach, labels, next)) if reach > at.event => {
-                best = labels;
+        match (further, aside) {
+            (Some((reach, labels, next)), _) if reach > at.event => {
+                best = labels.clone();
+                now = labels;
+                departure = next;
+            }
+            (_, Some((labels, next))) => {
+                now = labels;
                 departure = next;
             }
             _ => return best,
         }
     }
-    best
+    now
 }
 
 /// The allocations of a trace, by the holding they were made in.

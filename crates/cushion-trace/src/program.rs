@@ -16,23 +16,30 @@
 //! - **Pending frees that complete in such a run** were waited for by it, not polled.
 //! - **Addresses** of segments are the recorded ones, so that block addresses can be compared.
 //! - **A refused request** (`oom`) is tried again by a run with a limit.
+//! - **What was held before the first event** is worked out in `beginning.rs`.
 
 use std::collections::BTreeSet;
 
 use cushion_core::{Options, Policy, PoolId, StreamId};
 use rustc_hash::FxHashMap;
 
+use crate::beginning::Beginning;
 use crate::events::{Events, Window};
-use crate::holdings::{self, Holdings};
+use crate::holdings::{self, HoldingId, Holdings};
 use crate::pools::{self, Labels};
 use crate::replay::follow;
 use crate::snapshot::{Action, Event, Segment, Settings, Snapshot};
+use crate::steps::{MOST, Rare, Slot, Steps};
 
 /// What a trace asks of an allocator.
 #[derive(Debug, Clone)]
 pub struct Program {
     /// The steps, in order.
-    pub(crate) steps: Vec<Step>,
+    pub(crate) steps: Steps,
+    /// What was held before the first event.
+    pub(crate) beginning: Beginning,
+    /// The pool of each segment of the beginning.
+    pub(crate) beginning_pools: Vec<PoolId>,
     /// Events of the trace.
     pub events: u64,
     /// Allocations of the trace.
@@ -43,45 +50,8 @@ pub struct Program {
     pub policy: Policy,
     /// The size of the device, where the trace tells.
     pub(crate) device_total: Option<u64>,
-    /// Whether memory was held before the first event, which a run does not rebuild.
-    pub begins_in_the_middle: bool,
     /// What could not be known, in words.
     pub notes: Vec<String>,
-}
-
-/// One allocation of the trace, from its request to its free.
-pub(crate) type Slot = u32;
-
-/// One step of a program.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Step {
-    /// A request, and the address PyTorch gave it.
-    Alloc { event: u32, slot: Slot, size: u64, stream: StreamId, address: u64 },
-    /// A free that is complete at once.
-    Free { slot: Slot },
-    /// A free that waits for work on another stream.
-    FreeLater { slot: Slot, other: u32 },
-    /// That work is done.
-    Complete { slot: Slot },
-    /// A request PyTorch refused; maybe for a private pool.
-    Refused { event: u32, size: u64, stream: StreamId, private: Option<PoolId> },
-    /// Everything cached was given back, `plain` segments among it; if `before` names a request that
-    /// missed right after, maybe by PyTorch itself on its behalf.
-    EmptyCache { plain: u32, events: (u32, u32), before: Option<u64> },
-    /// Everything cached of one private pool was given back.
-    EmptyPool { pool: PoolId, events: (u32, u32) },
-    /// PyTorch's next segment has this size and address.
-    PlaceSegment { bytes: u64, address: u64 },
-    /// PyTorch's next reserved range, if it made one, begins here.
-    PlaceRange { address: u64 },
-    /// PyTorch's expandable segments were switched on or off.
-    SetPolicy(Policy),
-    /// Requests go to a private pool.
-    BeginPool(PoolId),
-    /// They no longer do.
-    EndPool,
-    /// Nobody uses the private pool any more.
-    ReleasePool(PoolId),
 }
 
 impl Program {
@@ -96,11 +66,17 @@ impl Program {
             .filter(|segment| usize::try_from(segment.device) == Ok(device))
             .collect();
         let mut notes = Vec::new();
+        let options = options_of(&snapshot.settings, &mut notes);
+        let beginning = Beginning::of(events, &segments, &options);
+        notes.extend(beginning.notes());
+        let (start, beginning_ids) = Holdings::before(&beginning);
         let recording = Recording {
             events,
-            start: Holdings::before(events, &segments),
-            options: options_of(&snapshot.settings, &mut notes),
-            device_total: device_total(events),
+            device_total: device_total(events, &start),
+            start,
+            beginning_ids,
+            beginning,
+            options,
         };
         let mut labels = Labels::recorded(events, &segments, &recording.start);
         if !labels.is_complete() && recording.can_be_followed() {
@@ -125,6 +101,18 @@ impl Program {
     pub fn is_empty(&self) -> bool {
         self.steps.is_empty()
     }
+
+    /// Whether any free waits for work on another stream.
+    #[must_use]
+    pub fn waits(&self) -> bool {
+        self.steps.rare_steps().iter().any(|step| matches!(step, Rare::FreeLater { .. }))
+    }
+
+    /// Whether memory was held before the first event.
+    #[must_use]
+    pub fn begins_in_the_middle(&self) -> bool {
+        !self.beginning.is_empty()
+    }
 }
 
 /// One device's part of a snapshot.
@@ -132,23 +120,30 @@ struct Recording<'a> {
     events: &'a Events,
     /// What was held before the first event.
     start: Holdings,
+    beginning: Beginning,
+    /// The holding of each segment of the beginning.
+    beginning_ids: Vec<HoldingId>,
     options: Options,
     device_total: Option<u64>,
 }
 
 impl Recording<'_> {
-    /// Whether a trial can follow PyTorch: from the beginning, and without knowing the limit it had,
-    /// because all that it gave back was all there was.
+    /// Whether a trial can follow PyTorch without knowing the limit it had, because all that it gave
+    /// back was all there was.
     fn can_be_followed(&self) -> bool {
-        self.start.count() == 0
-            && self.options.max_split_size.is_none()
-            && self.options.garbage_collection_threshold == 0.0
+        self.options.max_split_size.is_none() && self.options.garbage_collection_threshold == 0.0
     }
 
     fn program(&self, labels: &Labels) -> Program {
         let events = self.events;
-        let maps = events.iter().any(|event| event.action == Action::SegmentMap);
-        let plain = events.iter().any(|event| event.action == Action::SegmentAlloc);
+        let mut seen = [self.beginning.has(false), self.beginning.has(true)];
+        let mut allocs = 0;
+        for event in events {
+            allocs += usize::from(event.action == Action::Alloc);
+            seen[0] |= event.action == Action::SegmentAlloc;
+            seen[1] |= event.action == Action::SegmentMap;
+        }
+        let [plain, maps] = seen;
         let expandable = if maps == plain { self.options.expandable_segments } else { maps };
         let policy = if expandable { Policy::Expandable } else { Policy::Segments };
         let mut builder = Builder {
@@ -158,7 +153,7 @@ impl Recording<'_> {
             start: &self.start,
             requests: None,
             holdings: self.start.clone(),
-            steps: Vec::with_capacity(events.len()),
+            steps: Steps::with_capacity(allocs),
             live: FxHashMap::default(),
             waiting: FxHashMap::default(),
             slots: 0,
@@ -169,16 +164,16 @@ impl Recording<'_> {
             unknown_frees: 0,
             overlaps: 0,
         };
+        builder.begin(&self.beginning);
         builder.run();
-        let Builder { mut steps, window, unknown_frees, overlaps, slots, .. } = builder;
-        steps.extend(window.map(|_| Step::EndPool));
-        spread_over_streams(&mut steps);
+        let Builder { mut steps, window, unknown_frees, overlaps, .. } = builder;
+        if window.is_some() {
+            steps.rare(Rare::EndPool);
+        }
+        spread_over_streams(steps.rare_steps_mut());
         let mut notes = Vec::new();
         if unknown_frees > 0 {
-            notes.push(format!(
-                "{unknown_frees} frees of memory that was allocated before the trace begins are \
-                 left out"
-            ));
+            notes.push(format!("{unknown_frees} frees of memory nobody had are left out"));
         }
         if overlaps > 0 {
             notes.push(format!(
@@ -186,14 +181,16 @@ impl Recording<'_> {
                  freed"
             ));
         }
+        let pools = self.beginning_ids.iter().map(|&id| labels.pool(id)).collect();
         Program {
-            steps,
             events: events.len() as u64,
-            allocs: u64::from(slots),
+            allocs: steps.requests().len() as u64,
+            steps,
+            beginning: self.beginning.clone(),
+            beginning_pools: pools,
             options: self.options.clone(),
             policy,
             device_total: self.device_total,
-            begins_in_the_middle: self.start.count() > 0,
             notes,
         }
     }
@@ -210,7 +207,7 @@ struct Builder<'a> {
     requests: Option<Vec<(usize, PoolId)>>,
     /// What PyTorch holds at this point.
     holdings: Holdings,
-    steps: Vec<Step>,
+    steps: Steps,
     /// Slots by address.
     live: FxHashMap<u64, Slot>,
     /// Slots whose free waits, by address.
@@ -229,6 +226,26 @@ struct Builder<'a> {
 }
 
 impl Builder<'_> {
+    /// Gives slots to what was there.
+    fn begin(&mut self, beginning: &Beginning) {
+        for block in &beginning.blocks {
+            let slot = self.new_slot();
+            if block.pending {
+                self.steps.rare(Rare::FreeLater { slot, other: 0 });
+                self.waiting.insert(block.address, slot);
+            } else {
+                self.live.insert(block.address, slot);
+            }
+        }
+    }
+
+    fn new_slot(&mut self) -> Slot {
+        // So many are far beyond what a reader takes on.
+        assert!(self.slots < MOST, "a trace of more than a billion allocations");
+        self.slots += 1;
+        self.slots - 1
+    }
+
     fn run(&mut self) {
         let mut index = 0;
         while let Some(event) = self.events.get(index) {
@@ -243,15 +260,7 @@ impl Builder<'_> {
         match event.action {
             Action::Alloc => self.alloc(index, event),
             Action::FreeRequested => return self.free(index, event),
-            Action::FreeCompleted => {
-                if let Some(slot) = self.waiting.remove(&event.addr) {
-                    if self.release_follows(next) {
-                        self.held_back.push(slot);
-                    } else {
-                        self.steps.push(Step::Complete { slot });
-                    }
-                }
-            }
+            Action::FreeCompleted => self.complete(next, event),
             Action::SegmentAlloc | Action::SegmentMap => self.miss(event),
             Action::SegmentFree | Action::SegmentUnmap => return self.release(index),
             Action::Oom => {
@@ -259,7 +268,7 @@ impl Builder<'_> {
                 self.enter_pool(pool);
                 let Event { size, stream, .. } = event;
                 let (event, stream) = (narrow(index), StreamId(stream));
-                self.steps.push(Step::Refused { event, size, stream, private });
+                self.steps.rare(Rare::Refused { event, size, stream, private });
                 self.let_go();
             }
             _ => {}
@@ -273,19 +282,12 @@ impl Builder<'_> {
             // Only expandable segments reuse their own memory.
             self.switch_expandable(true);
         }
-        let slot = self.slots;
-        self.slots += 1;
+        let slot = self.new_slot();
         if let Some(old) = self.live.insert(event.addr, slot) {
             self.overlaps += 1;
-            self.steps.push(Step::Free { slot: old });
+            self.steps.free(old);
         }
-        self.steps.push(Step::Alloc {
-            event: narrow(index),
-            slot,
-            size: event.size,
-            stream: StreamId(event.stream),
-            address: event.addr,
-        });
+        self.steps.alloc(narrow(index), event.size, StreamId(event.stream), event.addr);
         self.let_go();
     }
 
@@ -300,12 +302,26 @@ impl Builder<'_> {
             .get(next)
             .is_some_and(|e| e.action == Action::FreeCompleted && e.addr == event.addr);
         if at_once {
-            self.steps.push(Step::Free { slot });
+            self.steps.free(slot);
             return next + 1;
         }
-        self.steps.push(Step::FreeLater { slot, other: 0 });
+        self.steps.rare(Rare::FreeLater { slot, other: 0 });
         self.waiting.insert(event.addr, slot);
         next
+    }
+
+    /// A free is complete; `next` is the event after.
+    fn complete(&mut self, next: usize, event: Event) {
+        if let Some(slot) = self.waiting.remove(&event.addr) {
+            if self.release_follows(next) {
+                self.held_back.push(slot);
+            } else {
+                self.steps.rare(Rare::Complete { slot });
+            }
+        } else if let Some(slot) = self.live.remove(&event.addr) {
+            // PyTorch can be told not to record that it was asked for.
+            self.steps.free(slot);
+        }
     }
 
     /// A segment that PyTorch got for the allocation that follows.
@@ -315,17 +331,17 @@ impl Builder<'_> {
         if plain == self.expandable {
             self.switch_expandable(!plain);
         }
-        self.steps.push(if plain {
-            Step::PlaceSegment { bytes: event.size, address: event.addr }
+        self.steps.rare(if plain {
+            Rare::PlaceSegment { bytes: event.size, address: event.addr }
         } else {
-            Step::PlaceRange { address: event.addr }
+            Rare::PlaceRange { address: event.addr }
         });
     }
 
     fn switch_expandable(&mut self, on: bool) {
         self.expandable = on;
         let policy = if on { Policy::Expandable } else { Policy::Segments };
-        self.steps.push(Step::SetPolicy(policy));
+        self.steps.rare(Rare::SetPolicy(policy));
     }
 
     /// A run of segments given back.
@@ -341,7 +357,7 @@ impl Builder<'_> {
                     self.holdings.take(&event);
                 }
                 Action::FreeCompleted if self.release_follows(next) => {
-                    self.held_back.extend(self.waiting.remove(&event.addr));
+                    self.complete(next + 1, event);
                 }
                 _ => break,
             }
@@ -351,16 +367,16 @@ impl Builder<'_> {
         pools.dedup();
         self.enter_pool(PoolId::DEFAULT);
         let private = pools.iter().copied().filter(|&pool| pool != PoolId::DEFAULT);
-        self.steps.extend(private.clone().map(Step::ReleasePool));
+        private.clone().for_each(|pool| self.steps.rare(Rare::ReleasePool(pool)));
         let events = (narrow(index), narrow(next));
         if pools.contains(&PoolId::DEFAULT) {
             let before = self.missed_request(next);
-            self.steps.push(Step::EmptyCache { plain, events, before });
+            self.steps.rare(Rare::EmptyCache { plain, events, before });
             if before.is_some() {
                 return next;
             }
         } else {
-            self.steps.extend(private.map(|pool| Step::EmptyPool { pool, events }));
+            private.for_each(|pool| self.steps.rare(Rare::EmptyPool { pool, events }));
         }
         self.let_go();
         next
@@ -396,24 +412,15 @@ impl Builder<'_> {
     /// Completions held back for a release have happened by now.
     fn let_go(&mut self) {
         for slot in self.held_back.drain(..) {
-            self.steps.push(Step::Complete { slot });
+            self.steps.rare(Rare::Complete { slot });
         }
     }
 
     fn enter_pool(&mut self, pool: PoolId) {
         let pool = Some(pool).filter(|&pool| pool != PoolId::DEFAULT);
         if pool != self.window {
-            // A placement belongs to the request that follows, inside the new window.
-            let placed = self
-                .steps
-                .iter()
-                .rposition(|step| {
-                    !matches!(step, Step::PlaceSegment { .. } | Step::PlaceRange { .. })
-                })
-                .map_or(0, |last| last + 1);
-            let change =
-                self.window.map(|_| Step::EndPool).into_iter().chain(pool.map(Step::BeginPool));
-            self.steps.splice(placed..placed, change.collect::<Vec<_>>());
+            let change = self.window.map(|_| Rare::EndPool);
+            self.steps.before_placements(change.into_iter().chain(pool.map(Rare::BeginPool)));
             self.window = pool;
         }
     }
@@ -445,17 +452,17 @@ impl Builder<'_> {
 /// The trace does not tell which streams a pending free waits for. PyTorch asks after the oldest free
 /// of a stream first, so any set of frees that completed in the order they were made may have waited
 /// for the same stream: use as few streams as that allows.
-fn spread_over_streams(steps: &mut [Step]) {
+fn spread_over_streams(steps: &mut [Rare]) {
     let mut completed: FxHashMap<Slot, usize> = FxHashMap::default();
     for (index, step) in steps.iter().enumerate() {
-        if let Step::Complete { slot } = step {
+        if let Rare::Complete { slot } = step {
             completed.insert(*slot, index);
         }
     }
     // The streams so far, by when the last free of each is complete.
     let mut latest: BTreeSet<(usize, u32)> = BTreeSet::new();
     for step in steps {
-        if let Step::FreeLater { slot, other } = step {
+        if let Rare::FreeLater { slot, other } = step {
             let done = completed.get(slot).copied().unwrap_or(usize::MAX);
             let before = latest.range(..=(done, u32::MAX)).next_back().copied();
             *other = match before {
@@ -508,12 +515,14 @@ fn options_of(settings: &Settings, notes: &mut Vec<String>) -> Options {
 
 /// The size of the device, as far as the distance between reserved ranges tells: PyTorch makes each
 /// of them 9/8 of it.
-fn device_total(events: &Events) -> Option<u64> {
+fn device_total(events: &Events, start: &Holdings) -> Option<u64> {
     // Ranges of small and large pools differ by less than a page, and one can take the place of
     // another that is gone: starts closer together than this are of ranges at different times.
     let apart = cushion_core::size::GIB;
-    let mut holdings = Holdings::default();
-    let mut nearest: Option<u64> = None;
+    let mut holdings = start.clone();
+    let between: Vec<u64> = start.paged_starts().collect();
+    let apart_from = |start: u64| holdings.gaps(start).filter(|&gap| gap > apart).min();
+    let mut nearest: Option<u64> = between.into_iter().filter_map(apart_from).min();
     for event in events {
         let before = holdings.count();
         holdings.take(&event);

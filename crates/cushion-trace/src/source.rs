@@ -60,7 +60,6 @@ impl<'r> Source<'r> {
         self.format = format;
     }
 
-    #[allow(dead_code, reason = "for the reader of Cushion's own traces")]
     pub(crate) fn limits(&self) -> &Limits {
         &self.limits
     }

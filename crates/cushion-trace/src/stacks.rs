@@ -65,16 +65,31 @@ impl Stacks {
     /// The frames of a stack, innermost first. A number from another snapshot gives other frames
     /// or none.
     pub fn frames(&self, id: StackId) -> impl Iterator<Item = &Frame> {
+        self.numbered_frames(id).map(|(_, frame)| frame)
+    }
+
+    /// The frames of a stack, each with its number among all frames.
+    pub(crate) fn numbered_frames(&self, id: StackId) -> impl Iterator<Item = (usize, &Frame)> {
         let mut next = Some(id);
         std::iter::from_fn(move || {
             let node = self.nodes.get(next?.0.get() as usize - 1)?;
             next = node.caller;
-            self.frames.get(node.frame.0 as usize)
+            let number = node.frame.0 as usize;
+            Some((number, self.frames.get(number)?))
         })
     }
 
+    /// Every distinct frame.
+    pub(crate) fn all_frames(&self) -> &[Frame] {
+        &self.frames
+    }
+
+    /// Every stack by its number, from 1 on: its innermost frame, and the stack that called it.
+    pub(crate) fn nodes(&self) -> impl ExactSizeIterator<Item = (usize, Option<StackId>)> {
+        self.nodes.iter().map(|node| (node.frame.0 as usize, node.caller))
+    }
+
     /// Distinct frames, and distinct stacks with all their callers.
-    #[cfg(test)]
     pub(crate) fn counts(&self) -> (usize, usize) {
         (self.frames.len(), self.nodes.len())
     }
@@ -111,6 +126,11 @@ impl StackTable {
                 _ => {}
             }
         }
+        self.intern(frame)
+    }
+
+    /// The number of a frame; `None` when numbers run out.
+    pub(crate) fn intern(&mut self, frame: Frame) -> Option<FrameId> {
         if let Some(&id) = self.frame_ids.get(&frame) {
             return Some(id);
         }
@@ -141,6 +161,11 @@ impl StackTable {
         }
     }
 
+    /// The same, for a reader that does not go frame by frame from the outermost on.
+    pub(crate) fn link(&mut self, caller: Option<StackId>, frame: FrameId) -> Option<StackId> {
+        self.find(Node { caller, frame })
+    }
+
     fn find(&mut self, node: Node) -> Option<StackId> {
         if let Some(&id) = self.stack_ids.get(&node) {
             return Some(id);
@@ -150,6 +175,17 @@ impl StackTable {
         self.stacks.nodes.push(node);
         self.stack_ids.insert(node, id);
         Some(id)
+    }
+
+    /// The frame with this number, if there is one.
+    pub(crate) fn frame_of_number(&self, number: u64) -> Option<FrameId> {
+        let id = u32::try_from(number).ok()?;
+        ((id as usize) < self.stacks.frames.len()).then_some(FrameId(id))
+    }
+
+    /// Distinct frames, and distinct stacks with all their callers, so far.
+    pub(crate) fn counts(&self) -> (usize, usize) {
+        self.stacks.counts()
     }
 
     /// The stacks, complete.

@@ -4,7 +4,8 @@
 mod tests {
     use cushion_core::{Ladder, Policy};
     use cushion_trace::{
-        Action, Event, Origin, Program, ReplayConfig, Segment, Settings, Snapshot, Stacks, replay,
+        Action, Block, BlockState, Event, Origin, Program, ReplayConfig, Segment, Settings,
+        Snapshot, Stacks, min_capacity, replay, state_at,
     };
     use proptest::prelude::*;
 
@@ -65,9 +66,28 @@ mod tests {
         )
     }
 
+    fn blocks() -> impl Strategy<Value = Vec<Block>> {
+        let states = prop::sample::select(vec![
+            BlockState::Allocated,
+            BlockState::PendingFree,
+            BlockState::Inactive,
+        ]);
+        let block = (addresses(), sizes(), sizes(), states).prop_map(
+            |(address, size, requested_size, state)| Block {
+                address,
+                size,
+                requested_size,
+                state,
+                stack: None,
+            },
+        );
+        prop::collection::vec(block, 0..4)
+    }
+
     fn segments() -> impl Strategy<Value = Segment> {
-        (addresses(), sizes(), streams(), (0_u64..2, 0_u64..2), any::<bool>()).prop_map(
-            |(address, total_size, stream, pool, expandable)| Segment {
+        let pools = (0_u64..2, 0_u64..2);
+        (addresses(), sizes(), streams(), pools, any::<bool>(), blocks()).prop_map(
+            |(address, total_size, stream, pool, expandable, blocks)| Segment {
                 stack: None,
                 device: 0,
                 address,
@@ -76,7 +96,7 @@ mod tests {
                 large: total_size > 2 << 20,
                 pool,
                 expandable,
-                blocks: Vec::new(),
+                blocks,
             },
         )
     }
@@ -123,7 +143,15 @@ mod tests {
                     let outcome = replay(&program, &config);
                     prop_assert!(outcome.is_ok(), "{:?}", outcome);
                 }
+                let config = ReplayConfig { policy, ladder: Ladder::Torch, capacity, options: None };
+                prop_assert!(state_at(&program, &config, 50).is_ok());
+                // It runs the program many times: now and then is enough.
+                if capacity.is_some_and(|capacity| capacity % 32 == 0) {
+                    let smallest = min_capacity(&program, &config, |_, _| {});
+                    prop_assert!(smallest.is_ok(), "{:?}", smallest);
+                }
             }
+            prop_assert!(program.floor_bytes(true) >= program.floor_bytes(false));
         }
     }
 }

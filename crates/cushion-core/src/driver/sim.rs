@@ -276,6 +276,11 @@ impl SimDriver {
     pub fn counts(&self) -> CallCounts {
         self.state().counts
     }
+
+    /// Counts from zero again.
+    pub fn reset_counts(&self) {
+        self.state().counts = CallCounts::default();
+    }
 }
 
 impl State {

@@ -1,0 +1,98 @@
+//! From a path on the command line to a program: what every command that takes a trace does first.
+
+use std::fs::File;
+use std::io::{self, Read, Write};
+use std::path::Path;
+
+use anyhow::{Context as _, bail};
+use cushion_trace::{Limits, Program, Snapshot, TraceError, read};
+
+use crate::Streams;
+use crate::progress::Counted;
+
+/// A trace, and the program of one of its devices.
+pub(crate) struct Loaded {
+    /// The path as given.
+    pub(crate) name: String,
+    pub(crate) snapshot: Snapshot,
+    pub(crate) device: usize,
+    pub(crate) program: Program,
+}
+
+/// Reads the trace at `path` (`-` is standard input) and works out the program of the device asked
+/// for, or of the one with the most events.
+pub(crate) fn load<O: Write, T: Write>(
+    path: &Path,
+    device: Option<usize>,
+    streams: &mut Streams<O, T>,
+) -> anyhow::Result<Loaded> {
+    let name = path.display().to_string();
+    let (snapshot, _) = read_trace(path, streams)?;
+    let count = snapshot.devices.len();
+    let device = match device {
+        Some(device) if device < count => device,
+        Some(device) => bail!("no device {device}: the trace has {count}"),
+        None => {
+            let most = (0..count).rev().max_by_key(|&device| snapshot.devices[device].len());
+            most.context("the trace has no device")?
+        }
+    };
+    let busy = snapshot.devices.iter().filter(|events| !events.is_empty()).count();
+    streams.begin(format!("following {}", short(&name)));
+    let program = Program::of(&snapshot, device);
+    streams.end();
+    if program.is_empty() {
+        bail!(
+            "no allocations were recorded on device {device}: was \
+             torch.cuda.memory._record_memory_history() called before the run?"
+        );
+    }
+    if busy > 1 {
+        streams.talk(format_args!(
+            "{name}: events of {busy} devices; this is device {device}, --device picks another"
+        ));
+    }
+    for note in &program.notes {
+        streams.talk(format_args!("{name}: {note}"));
+    }
+    Ok(Loaded { name, snapshot, device, program })
+}
+
+/// Reads the trace at `path` (`-` is standard input), and counts its bytes.
+pub(crate) fn read_trace<O: Write, T: Write>(
+    path: &Path,
+    streams: &mut Streams<O, T>,
+) -> anyhow::Result<(Snapshot, u64)> {
+    let limits = Limits::default();
+    if path == Path::new("-") {
+        streams.begin("reading standard input");
+        return counted(io::stdin().lock(), None, &limits, streams);
+    }
+    let file = File::open(path).context("could not open the file")?;
+    if file.metadata().is_ok_and(|meta| meta.is_dir()) {
+        bail!(TraceError::Unknown { found: "a directory".to_owned() });
+    }
+    let length = file.metadata().ok().filter(std::fs::Metadata::is_file).map(|meta| meta.len());
+    streams.begin(format!("reading {}", short(&path.display().to_string())));
+    counted(file, length, &limits, streams)
+}
+
+fn counted<O: Write, T: Write>(
+    input: impl Read,
+    length: Option<u64>,
+    limits: &Limits,
+    streams: &mut Streams<O, T>,
+) -> anyhow::Result<(Snapshot, u64)> {
+    let tell = |done| streams.update(done, length);
+    let mut input = Counted { input, read: 0, tell };
+    let snapshot = read(&mut input, limits);
+    let bytes = input.read;
+    streams.end();
+    Ok((snapshot?, bytes))
+}
+
+/// The last part of a path, for tables and progress.
+pub(crate) fn short(name: &str) -> String {
+    let file = Path::new(name).file_name().unwrap_or(name.as_ref());
+    file.to_string_lossy().into_owned()
+}

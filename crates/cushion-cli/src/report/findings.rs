@@ -1,0 +1,620 @@
+//! The answer in plain words. Each sentence is computed from the figures of the report, and is left
+//! out where they do not support it.
+
+use cushion_core::size::{GIB, display};
+
+use super::data::{Finding, Origin, PolicyRun, RefusalAt, Report, Tone};
+use super::sites::telling;
+
+/// Cards people have, by the GB they are sold as.
+const CARDS: [u64; 8] = [8, 12, 16, 24, 40, 48, 80, 141];
+
+/// Percent of a card that is taken to be left to the allocator: the rest is the CUDA context's, and
+/// what the makers of cards and of software disagree about.
+pub(crate) const CARD_SHARE: u64 = 95;
+
+/// A saving below this many percent is not called one.
+const WORTH_SAYING: f64 = 1.0;
+
+/// A policy in a few words.
+pub(crate) fn about(policy: &str) -> &'static str {
+    match policy {
+        "segments" => "PyTorch's default",
+        "expandable" => "expandable_segments:True",
+        _ => "Cushion's own",
+    }
+}
+
+/// A policy as somebody would switch it on.
+fn setting(run: &PolicyRun) -> &'static str {
+    if run.name == "expandable" { "expandable_segments:True" } else { run.name }
+}
+
+/// A text with a capital first and a full stop.
+pub(crate) fn sentence(text: &str) -> String {
+    let mut chars = text.chars();
+    let first: String = chars.next().map(|c| c.to_uppercase().collect()).unwrap_or_default();
+    let end = if text.ends_with('.') { "" } else { "." };
+    format!("{first}{}{end}", chars.as_str())
+}
+
+/// Every finding, the most useful first.
+pub(crate) fn findings(report: &Report) -> Vec<Finding> {
+    let mut found = Vec::new();
+    let mut say = |tone, text: Option<String>| {
+        found.extend(text.map(|text| Finding { tone, text }));
+    };
+    let (tone, text) = match report.capacity {
+        Some(capacity) => on_a_device(report, capacity),
+        None => to_gain(report),
+    };
+    say(tone, Some(text));
+    say(Tone::Bad, recorded_failure(report));
+    for run in &report.policies {
+        say(Tone::Bad, run.refusal.as_ref().map(|refusal| failure(run, refusal, report.capacity)));
+    }
+    if report.capacity.is_some() {
+        say(Tone::Plain, saving(report).map(|(text, _)| text));
+    }
+    say(Tone::Plain, holes(report));
+    say(Tone::Plain, largest_origin(report));
+    say(Tone::Plain, kept(report));
+    say(Tone::Plain, driver_time(report));
+    say(Tone::Plain, retries(report));
+    let (tone, text) = trust(report);
+    say(tone, text);
+    found
+}
+
+/// Which policies run on the card asked about.
+fn on_a_device(report: &Report, capacity: u64) -> (Tone, String) {
+    let size = format!("a device of {}", device(capacity));
+    let (fails, fits): (Vec<_>, Vec<_>) =
+        report.policies.iter().partition(|run| run.refusal.is_some());
+    let needed = report.policies.iter().filter_map(|run| Some((run.smallest?, run.name)));
+    let needs = match needed.min() {
+        Some((least, name)) => format!("{name} needs the least, {}", display(least)),
+        None => "no device is large enough".to_owned(),
+    };
+    if fails.is_empty() {
+        return (Tone::Good, format!("On {size} the run fits under every policy; {needs}."));
+    }
+    if fits.is_empty() {
+        let why = if report.floor_device > capacity {
+            format!("no allocator could make it fit, its floor is {}", display(report.floor_device))
+        } else {
+            needs
+        };
+        return (Tone::Bad, format!("On {size} the run fails under every policy; {why}."));
+    }
+    let fail = list(fails.iter().map(|run| run.name));
+    if fails.iter().any(|run| run.recorded) {
+        let fit = list(fits.iter().map(|run| setting(run)));
+        return (
+            Tone::Good,
+            format!("On {size} the run fails under {fail}; {fit} lets it finish."),
+        );
+    }
+    let fit = list(fits.iter().map(|run| run.name));
+    (Tone::Good, format!("On {size} the run fits under {fit}, and fails under {fail}."))
+}
+
+/// What another policy would save, with no card in mind.
+fn to_gain(report: &Report) -> (Tone, String) {
+    if let Some((text, tone)) = saving(report) {
+        return (tone, text);
+    }
+    let Some(run) = recorded(report) else { return (Tone::Plain, "Nothing was replayed.".into()) };
+    let over = run.reserved_peak.saturating_sub(report.floor);
+    let card = run.smallest.and_then(card_for).map_or_else(String::new, |card| {
+        format!("; the run fits {} {card} GB card", article(card))
+    });
+    let text = format!(
+        "Little to gain: {} reserves {} at its peak, {} above the floor{card}.",
+        run.name,
+        display(run.reserved_peak),
+        percent(over, report.floor)
+    );
+    (Tone::Good, text)
+}
+
+/// How much less the best policy reserves than the recorded one; or, if the recorded one is best, how
+/// much it saved over PyTorch's default. Only between runs that both finished.
+fn saving(report: &Report) -> Option<(String, Tone)> {
+    let finished = |run: &&PolicyRun| run.refusal.is_none();
+    let recorded = recorded(report).filter(finished)?;
+    let best = report.policies.iter().filter(finished).min_by_key(|run| run.reserved_peak)?;
+    let first = report.policies.first().filter(finished);
+    let (from, to, verb) = if best.name == recorded.name {
+        (first.filter(|first| first.name != recorded.name)?, recorded, "saved")
+    } else {
+        (recorded, best, "would have saved")
+    };
+    let saved = from.reserved_peak.checked_sub(to.reserved_peak)?;
+    if ratio(saved, from.reserved_peak) * 100.0 < WORTH_SAYING {
+        return None;
+    }
+    let over = if verb == "saved" { format!(" over {}", from.name) } else { String::new() };
+    let cards = match (to.smallest.and_then(card_for), from.smallest.and_then(card_for)) {
+        (Some(small), Some(large)) if small == large => {
+            format!("; either way the run fits {} {small} GB card", article(small))
+        }
+        (Some(small), _) if verb == "saved" => {
+            format!("; the run fits {} {small} GB card", article(small))
+        }
+        (Some(small), _) => {
+            format!("; the run would have fitted {} {small} GB card", article(small))
+        }
+        (None, _) => String::new(),
+    };
+    let doubt = if report.trace.begins_in_the_middle {
+        "; that takes it to have held only the live blocks when the trace began"
+    } else {
+        ""
+    };
+    let text = format!(
+        "{} {verb} {} of reserved memory{over} ({}){}{doubt}.",
+        setting(to),
+        display(saved),
+        percent(saved, from.reserved_peak),
+        if report.capacity.is_some() { String::new() } else { cards }
+    );
+    Some((text, Tone::Good))
+}
+
+fn recorded_failure(report: &Report) -> Option<String> {
+    let oom = report.trace.oom?;
+    let run = recorded(report)?;
+    if report.policies.iter().any(|run| run.refusal.as_ref().is_some_and(|r| r.recorded)) {
+        return None; // Told with the replay's own figures.
+    }
+    let more = match oom.count {
+        1 => String::new(),
+        count => format!(", the first of {} such refusals", thousands(count)),
+    };
+    let need: Vec<String> = report
+        .policies
+        .iter()
+        .filter_map(|run| Some(format!("{} under {}", display(run.smallest?), run.name)))
+        .collect();
+    let need = if need.is_empty() {
+        "No device is large enough to serve it.".to_owned()
+    } else {
+        format!("To serve it the run needs {}.", list(need.iter().map(String::as_str)))
+    };
+    Some(format!(
+        "The recorded run itself ran out of memory under {}: at event {} PyTorch refused a request \
+         of {}{more}. {need}",
+        run.name,
+        thousands(oom.event),
+        display(oom.requested)
+    ))
+}
+
+/// Why a request was refused: too little memory, or memory in pieces.
+fn failure(run: &PolicyRun, refusal: &RefusalAt, capacity: Option<u64>) -> String {
+    let RefusalAt { event, requested, live, reserved, largest_free, recorded, .. } = *refusal;
+    let too = if recorded { ", as it was by PyTorch" } else { "" };
+    let start = format!(
+        "Under {} a request of {} is refused at event {}{too}, with {} live and {} reserved",
+        run.name,
+        display(requested),
+        thousands(event),
+        display(live),
+        display(reserved)
+    );
+    if refusal.at_beginning {
+        return format!(
+            "Under {} what was held before the trace began does not fit already.",
+            run.name
+        );
+    }
+    let unused = capacity.unwrap_or(reserved).saturating_sub(live);
+    if unused >= requested {
+        format!(
+            "{start}: {} of the device is not live, but the largest free block is {}. That is \
+             fragmentation, not a lack of memory.",
+            display(unused),
+            display(largest_free)
+        )
+    } else {
+        let short = requested - unused;
+        format!("{start}: live bytes alone leave it {} short, under any policy.", display(short))
+    }
+}
+
+/// How much of the reserved memory was free at the peak.
+fn holes(report: &Report) -> Option<String> {
+    let run = recorded(report)?;
+    let map = &run.map;
+    let largest = map.largest_holes.first()?.size;
+    if ratio(map.free, map.reserved) * 100.0 < WORTH_SAYING {
+        return None;
+    }
+    if run.refusal.is_some() {
+        return None; // Told with the failure.
+    }
+    Some(format!(
+        "When {} held the most, {} was live of {} reserved; {} ({}) was free, in {} holes, the largest {}.",
+        run.name,
+        display(map.live + map.pending),
+        display(map.reserved),
+        display(map.free),
+        percent(map.free, map.reserved),
+        thousands(map.holes),
+        display(largest)
+    ))
+}
+
+/// The origin that holds most at the peak of live bytes.
+fn largest_origin(report: &Report) -> Option<String> {
+    let peak = &report.peak;
+    let group = peak.groups.iter().find(|group| !matches!(group.origin, Origin::Before))?;
+    let share = percent(group.bytes, peak.live);
+    let count = match group.count {
+        1 => "one allocation".to_owned(),
+        count => format!("{} allocations", thousands(count)),
+    };
+    let what = match &group.origin {
+        Origin::Site(site) => {
+            let frames = report.sites.get(*site as usize)?.iter();
+            let frames = frames.filter_map(|&frame| report.frames.get(frame as usize));
+            let place = telling(frames.map(String::as_str))?;
+            format!("{count} made in {place} hold {}", display(group.bytes))
+        }
+        Origin::Size { size, stream } => {
+            format!("{count} of {} on {stream} hold {}", display(*size), display(group.bytes))
+        }
+        Origin::Before => return None,
+    };
+    Some(format!("At the peak of live memory ({}), {what} ({share}).", display(peak.live)))
+}
+
+/// How much of the peak is never freed.
+fn kept(report: &Report) -> Option<String> {
+    let kept = report.lifetimes.to_the_end.at_peak;
+    let share = ratio(kept, report.peak.live);
+    if report.trace.begins_in_the_middle || kept == 0 || share > 1.0 {
+        return None;
+    }
+    let rest = report.peak.live - kept;
+    Some(format!(
+        "Of what is live at the peak, {} ({}) is still live when the trace ends; {} comes and goes.",
+        display(kept),
+        percent(kept, report.peak.live),
+        display(rest)
+    ))
+}
+
+/// What the driver calls of the policies cost, if that differs.
+fn driver_time(report: &Report) -> Option<String> {
+    let recorded = recorded(report)?;
+    let finished = report.policies.iter().filter(|run| run.refusal.is_none());
+    let most = finished.max_by(|a, b| a.driver_us.total_cmp(&b.driver_us))?;
+    // What was there before the trace cost the recorded policy nothing, and another one something.
+    let unfair = report.trace.begins_in_the_middle || recorded.refusal.is_some();
+    if unfair || recorded.driver_us <= 0.0 {
+        return None;
+    }
+    let times = most.driver_us / recorded.driver_us;
+    if most.name == recorded.name || times < 1.5 {
+        return None;
+    }
+    Some(format!(
+        "Driver calls cost {} under {} and {} under {} ({times:.1} times as much), over the whole \
+         run.",
+        milliseconds(recorded.driver_us),
+        recorded.name,
+        milliseconds(most.driver_us),
+        most.name
+    ))
+}
+
+/// How often memory was short.
+fn retries(report: &Report) -> Option<String> {
+    let runs = report.policies.iter().filter(|run| run.retries > 0);
+    let runs: Vec<String> = runs
+        .map(|run| match run.retries {
+            1 => format!("once under {}", run.name),
+            count => format!("{} times under {}", thousands(count), run.name),
+        })
+        .collect();
+    (!runs.is_empty()).then(|| {
+        format!(
+            "Memory was short {}: everything cached was given back to the driver, and the request \
+             tried again.",
+            list(runs.iter().map(String::as_str))
+        )
+    })
+}
+
+/// How far the replay of the recorded policy is what PyTorch did.
+fn trust(report: &Report) -> (Tone, Option<String>) {
+    let Some(run) = recorded(report) else { return (Tone::Plain, None) };
+    let Some(same) = run.same_address else { return (Tone::Plain, None) };
+    let (name, all) = (run.name, thousands(run.allocs));
+    if same == run.allocs {
+        let text = format!(
+            "The replay under {name} is what PyTorch did: all {all} allocations are at the address \
+             PyTorch chose."
+        );
+        return (Tone::Plain, Some(text));
+    }
+    let text = format!(
+        "The replay under {name} is close to what PyTorch did, not equal: {} of {all} allocations \
+         are at the address PyTorch chose.",
+        thousands(same)
+    );
+    (Tone::Plain, Some(text))
+}
+
+fn recorded(report: &Report) -> Option<&PolicyRun> {
+    report.policies.iter().find(|run| run.recorded)
+}
+
+/// The smallest card, by the GB it is sold as, that leaves the allocator so many bytes.
+pub(crate) fn card_for(bytes: u64) -> Option<u64> {
+    CARDS.into_iter().find(|card| card * GIB / 100 * CARD_SHARE >= bytes)
+}
+
+/// A size somebody asked for: `24 GiB` rather than `24.00 GiB`.
+fn device(bytes: u64) -> String {
+    display(bytes).replace(".00 ", " ")
+}
+
+fn article(number: u64) -> &'static str {
+    if number == 8 || number == 80 { "an" } else { "a" }
+}
+
+fn list<'a>(names: impl Iterator<Item = &'a str>) -> String {
+    let names: Vec<&str> = names.collect();
+    match &names[..] {
+        [] => String::new(),
+        [one] => (*one).to_owned(),
+        [most @ .., last] => format!("{} and {last}", most.join(", ")),
+    }
+}
+
+#[expect(clippy::cast_precision_loss, reason = "a ratio")]
+fn ratio(part: u64, whole: u64) -> f64 {
+    if whole == 0 { 0.0 } else { part as f64 / whole as f64 }
+}
+
+fn percent(part: u64, whole: u64) -> String {
+    let percent = ratio(part, whole) * 100.0;
+    if percent < 10.0 { format!("{percent:.1} %") } else { format!("{percent:.0} %") }
+}
+
+fn milliseconds(us: f64) -> String {
+    format!("{:.1} ms", us / 1000.0)
+}
+
+/// A count with its digits in threes.
+fn thousands(count: u64) -> String {
+    let digits = count.to_string();
+    let mut text = String::new();
+    for (index, digit) in digits.chars().enumerate() {
+        if index > 0 && (digits.len() - index).is_multiple_of(3) {
+            text.push(',');
+        }
+        text.push(digit);
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::data::{AddressMap, Hole, Peak, PeakGroup, RecordedOom, Trace};
+    use super::*;
+
+    fn run(name: &'static str, recorded: bool, reserved: u64, smallest: u64) -> PolicyRun {
+        PolicyRun {
+            name,
+            recorded,
+            reserved_peak: reserved,
+            smallest: Some(smallest),
+            allocs: 1234,
+            same_address: recorded.then_some(1234),
+            driver_us: 1000.0,
+            ..PolicyRun::default()
+        }
+    }
+
+    fn report(policies: Vec<PolicyRun>) -> Report {
+        Report { policies, floor: 20 * GIB, floor_device: 20 * GIB, ..Report::default() }
+    }
+
+    fn lead(report: &Report) -> String {
+        findings(report).swap_remove(0).text
+    }
+
+    fn says(report: &Report, part: &str) -> bool {
+        findings(report).iter().any(|finding| finding.text.contains(part))
+    }
+
+    #[test]
+    fn what_another_policy_would_have_saved_comes_first() {
+        let segments = run("segments", true, 36 * GIB, 27 * GIB);
+        let expandable = run("expandable", false, 25 * GIB, 21 * GIB);
+        let report = report(vec![segments, expandable]);
+        let expected = "expandable_segments:True would have saved 11.00 GiB of reserved memory \
+                        (31 %); the run would have fitted a 24 GB card.";
+        assert_eq!(lead(&report), expected);
+        assert_eq!(findings(&report)[0].tone, Tone::Good);
+        let trace = Trace { begins_in_the_middle: true, ..Trace::default() };
+        let report = Report { trace, ..report };
+        assert!(lead(&report).ends_with("held only the live blocks when the trace began."));
+    }
+
+    #[test]
+    fn a_card_is_named_only_if_it_has_room_for_more_than_the_allocator() {
+        assert_eq!(card_for(22 * GIB), Some(24));
+        assert_eq!(card_for(23 * GIB), Some(40), "a CUDA context would not fit beside it");
+        assert_eq!(card_for(200 * GIB), None);
+        let large = report(vec![
+            run("segments", true, 300 * GIB, 300 * GIB),
+            run("expandable", false, 200 * GIB, 200 * GIB),
+        ]);
+        assert!(!lead(&large).contains("card"), "{}", lead(&large));
+        let same = report(vec![
+            run("segments", true, 30 * GIB, 28 * GIB),
+            run("expandable", false, 26 * GIB, 26 * GIB),
+        ]);
+        assert!(lead(&same).ends_with("either way the run fits a 40 GB card."), "{}", lead(&same));
+    }
+
+    #[test]
+    fn a_run_with_expandable_segments_is_told_what_that_saved() {
+        let report = report(vec![
+            run("segments", false, 36 * GIB, 27 * GIB),
+            run("expandable", true, 25 * GIB, 21 * GIB),
+        ]);
+        let expected = "expandable_segments:True saved 11.00 GiB of reserved memory over segments \
+                        (31 %); the run fits a 24 GB card.";
+        assert_eq!(lead(&report), expected);
+    }
+
+    #[test]
+    fn nothing_is_claimed_where_nothing_is_to_gain() {
+        let report = report(vec![
+            run("segments", true, 21 * GIB, 21 * GIB),
+            run("expandable", false, 21 * GIB - 1, 21 * GIB),
+        ]);
+        let expected = "Little to gain: segments reserves 21.00 GiB at its peak, 5.0 % above the \
+                        floor; the run fits a 24 GB card.";
+        assert_eq!(lead(&report), expected);
+    }
+
+    fn refused(mut run: PolicyRun, requested: u64, live: u64, largest_free: u64) -> PolicyRun {
+        let reserved = run.reserved_peak;
+        run.refusal = Some(RefusalAt {
+            event: 278_444,
+            requested,
+            live,
+            reserved,
+            largest_free,
+            ..RefusalAt::default()
+        });
+        run
+    }
+
+    #[test]
+    fn on_a_card_it_is_said_who_fails_and_why() {
+        let segments = run("segments", true, 23 * GIB, 27 * GIB);
+        let segments = refused(segments, 4 * GIB, 17 * GIB, 3 * GIB);
+        let expandable = run("expandable", false, 21 * GIB, 21 * GIB);
+        let report = Report { capacity: Some(24 * GIB), ..report(vec![segments, expandable]) };
+        let expected = "On a device of 24 GiB the run fails under segments; \
+                        expandable_segments:True lets it finish.";
+        assert_eq!(lead(&report), expected);
+        let why = &findings(&report)[1];
+        assert_eq!(why.tone, Tone::Bad);
+        assert!(why.text.contains("at event 278,444"), "{}", why.text);
+        assert!(why.text.contains("7.00 GiB of the device is not live"), "{}", why.text);
+        assert!(why.text.contains("fragmentation"), "{}", why.text);
+        // A run that did not finish has no peak to compare with.
+        assert!(!says(&report, "saved"));
+    }
+
+    #[test]
+    fn too_little_memory_is_not_called_fragmentation() {
+        let segments = refused(run("segments", true, 9 * GIB, 27 * GIB), 4 * GIB, 8 * GIB, GIB);
+        let report = Report { capacity: Some(10 * GIB), ..report(vec![segments]) };
+        assert!(!says(&report, "fragmentation"));
+        assert!(says(&report, "leave it 2.00 GiB short, under any policy"));
+        assert!(lead(&report).contains("no allocator could make it fit, its floor is 20.00 GiB"));
+    }
+
+    #[test]
+    fn what_fits_everywhere_is_said_so() {
+        let all = vec![
+            run("segments", true, 27 * GIB, 27 * GIB),
+            run("expandable", false, 21 * GIB, 21 * GIB),
+        ];
+        let report = Report { capacity: Some(40 * GIB), ..report(all) };
+        let expected = "On a device of 40 GiB the run fits under every policy; expandable needs the \
+                        least, 21.00 GiB.";
+        assert_eq!(lead(&report), expected);
+        assert!(says(&report, "would have saved 6.00 GiB"));
+    }
+
+    #[test]
+    fn a_recorded_failure_is_told_once() {
+        let oom = Some(RecordedOom { event: 5000, requested: GIB, count: 2 });
+        let trace = Trace { oom, ..Trace::default() };
+        let segments = run("segments", true, 21 * GIB, 27 * GIB);
+        let mut report = Report { trace, ..report(vec![segments]) };
+        assert!(says(&report, "at event 5,000 PyTorch refused a request of 1.00 GiB"));
+        assert!(says(&report, "the first of 2 such refusals"));
+        assert!(says(&report, "needs 27.00 GiB under segments"));
+        let mut segments = refused(run("segments", true, 21 * GIB, 27 * GIB), GIB, GIB, GIB);
+        segments.refusal.as_mut().unwrap().recorded = true;
+        report.policies = vec![segments];
+        assert!(!says(&report, "The recorded run itself"));
+    }
+
+    #[test]
+    fn holes_and_origins_are_told_with_their_share() {
+        let mut segments = run("segments", true, 24 * GIB, 27 * GIB);
+        segments.map = AddressMap {
+            reserved: 24 * GIB,
+            free: 6 * GIB,
+            holes: 57,
+            largest_holes: vec![Hole { size: 3 * GIB, address: String::new(), group: 0 }],
+            ..AddressMap::default()
+        };
+        let group = |bytes, origin| PeakGroup { bytes, count: 2, origin, ..PeakGroup::default() };
+        let mut report = Report {
+            peak: Peak {
+                live: 10 * GIB,
+                groups: vec![group(5 * GIB, Origin::Before), group(4 * GIB, Origin::Site(0))],
+                ..Peak::default()
+            },
+            sites: vec![vec![1, 0]],
+            frames: vec!["forward (net.py:7)".to_owned(), "_call_impl (module.py:1)".to_owned()],
+            ..report(vec![segments])
+        };
+        assert!(says(&report, "6.00 GiB (25 %) was free, in 57 holes, the largest 3.00 GiB"));
+        assert!(says(&report, "2 allocations made in forward (net.py:7) hold 4.00 GiB (40 %)"));
+        report.lifetimes.to_the_end.at_peak = 3 * GIB;
+        assert!(says(&report, "3.00 GiB (30 %) is still live when the trace ends"));
+        // Memory from before the trace might live as long: nothing can be said of shares then.
+        report.trace.begins_in_the_middle = true;
+        assert!(!says(&report, "still live when the trace ends"));
+    }
+
+    #[test]
+    fn how_far_to_trust_the_replay_is_said() {
+        let mut report = report(vec![run("segments", true, 21 * GIB, 21 * GIB)]);
+        assert!(says(&report, "is what PyTorch did: all 1,234 allocations"));
+        report.policies[0].same_address = Some(1000);
+        assert!(says(&report, "1,000 of 1,234 allocations are at the address PyTorch chose"));
+    }
+
+    #[test]
+    fn driver_time_is_compared_with_the_recorded_policys() {
+        let mut report = report(vec![
+            run("segments", true, 36 * GIB, 27 * GIB),
+            run("expandable", false, 25 * GIB, 21 * GIB),
+        ]);
+        assert!(!says(&report, "Driver calls"));
+        report.policies[1].driver_us = 3500.0;
+        assert!(says(&report, "cost 1.0 ms under segments and 3.5 ms under expandable (3.5 times"));
+        report.trace.begins_in_the_middle = true;
+        assert!(!says(&report, "Driver calls"));
+        report.policies[1].retries = 1;
+        report.policies[0].retries = 2;
+        assert!(says(&report, "short 2 times under segments and once under expandable"));
+    }
+
+    #[test]
+    fn words() {
+        assert_eq!(thousands(0), "0");
+        assert_eq!(thousands(999), "999");
+        assert_eq!(thousands(1_234_567), "1,234,567");
+        assert_eq!(list(["a", "b", "c"].into_iter()), "a, b and c");
+        assert_eq!(sentence("a b"), "A b.");
+        assert_eq!(percent(1, 0), "0.0 %");
+        assert_eq!(article(80), "an");
+    }
+}

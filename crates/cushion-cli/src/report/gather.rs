@@ -1,0 +1,381 @@
+//! Fills a report: replays the trace under each policy and keeps what the page shows.
+
+use std::collections::HashMap;
+use std::io::Write;
+
+use anyhow::Context as _;
+use cushion_core::size::display;
+use cushion_core::{BlockUse, DriverError, Ladder, Policy, StreamId};
+use cushion_trace::{
+    Action, BlockState, CAPACITY_STEP, Event, Outcome, Program, ReplayConfig, Snapshot, StackId,
+    min_capacity, replay_watched, state_at,
+};
+
+use crate::Streams;
+
+use super::data::{
+    AddressMap, Curve, Origin, Peak, PeakGroup, PolicyRun, RecordedOom, RefusalAt, Report,
+    Timeline, Trace,
+};
+use super::findings::{self, CARD_SHARE};
+use super::life::{self, Lives};
+use super::map::{self, MOST_RECTS, Source};
+use super::series::{self, Recorder};
+use super::sites::Sites;
+
+/// Origins listed at the peak.
+const MOST_GROUPS: usize = 30;
+
+/// What to report on.
+#[derive(Debug)]
+pub(crate) struct Request<'a> {
+    pub(crate) name: String,
+    pub(crate) snapshot: &'a Snapshot,
+    pub(crate) device: usize,
+    pub(crate) program: &'a Program,
+    pub(crate) ladder: Ladder,
+    pub(crate) capacity: Option<u64>,
+}
+
+/// Replays, and gathers everything the page shows.
+pub(crate) fn gather<O: Write, T: Write>(
+    request: &Request<'_>,
+    streams: &mut Streams<O, T>,
+) -> anyhow::Result<Report> {
+    let Request { snapshot, program, capacity, .. } = *request;
+    let bug = "the simulated device refused a call, which is a bug in Cushion";
+    let mut runs = Vec::new();
+    for policy in Policy::ALL {
+        runs.push(request.run(policy, streams).context(bug)?);
+    }
+    // What is live does not depend on the policy, but for how far a run got and what was refused: look
+    // at the one that served most, and of equals at the recorded one.
+    let longest = runs
+        .iter()
+        .max_by_key(|run| (run.shown.events, run.shown.live_peak, run.shown.recorded))
+        .context("there is no policy")?;
+    let (peak_event, policy) = (longest.shown.live_peak_event, longest.policy);
+    let (times, duration_us) =
+        series::times(request.events().map(|event| event.time_us), program.events).unzip();
+    let timeline = Timeline {
+        buckets: series::buckets(program.events),
+        times,
+        live: longest.live.clone(),
+        live_peak: longest.shown.live_peak,
+        live_peak_event: peak_event,
+    };
+    let has_times = duration_us.is_some();
+    let (lives, mut lifetimes) = life::follow(request.events(), peak_event, has_times);
+    // A page keeps so many stacks: those listed come before those that a map may show.
+    let mut sites = Sites::new(&snapshot.stacks);
+    let peak = request.peak(peak_event, policy, &lives, &mut sites).context(bug)?;
+    for run in &mut runs {
+        request.map(run, &lives, &mut sites).context(bug)?;
+    }
+    lifetimes.from_before = peak.from_before;
+    let notes = request.notes(&runs);
+    let (sites, frames) = sites.finish();
+    // With a limit, requests that PyTorch refused are tried again; a smallest device serves them.
+    let (floor, device) = (program.floor_bytes(capacity.is_some()), program.floor_bytes(true));
+    let mut report = Report {
+        version: env!("CARGO_PKG_VERSION"),
+        trace: request.trace(duration_us),
+        capacity,
+        floor,
+        floor_device: device,
+        floor_card: findings::card_for(device),
+        findings: Vec::new(),
+        policies: runs.into_iter().map(|run| run.shown).collect(),
+        timeline,
+        peak,
+        lifetimes,
+        sites,
+        frames,
+        notes,
+    };
+    report.findings = findings::findings(&report);
+    Ok(report)
+}
+
+/// One policy's replay, as shown and as other parts need it.
+struct Run {
+    policy: Policy,
+    shown: PolicyRun,
+    live: Curve,
+    refusals_passed_over: u64,
+    pending_frees: u64,
+    hurried_frees: u64,
+}
+
+impl Request<'_> {
+    fn events(&self) -> impl Iterator<Item = Event> {
+        self.snapshot.devices[self.device].iter()
+    }
+
+    fn event(&self, at: u64) -> Option<Event> {
+        self.snapshot.devices[self.device].get(usize::try_from(at).ok()?)
+    }
+
+    fn stack_of(&self, event: u64) -> Option<StackId> {
+        self.event(event)?.stack
+    }
+
+    fn config(&self, policy: Policy) -> ReplayConfig {
+        ReplayConfig { policy, ladder: self.ladder, capacity: self.capacity, options: None }
+    }
+
+    fn run<O: Write, T: Write>(
+        &self,
+        policy: Policy,
+        streams: &mut Streams<O, T>,
+    ) -> Result<Run, DriverError> {
+        let (program, config) = (self.program, self.config(policy));
+        streams.begin(format!("replaying {} under {policy}", self.name));
+        let mut recorder = Recorder::new(program.events, program.begins_in_the_middle());
+        let outcome = replay_watched(program, &config, &mut recorder)?;
+        let Outcome { live_peak, reserved_peak, .. } = outcome;
+        let (live, reserved) = recorder.finish(
+            outcome.events,
+            (outcome.live_peak_event, live_peak),
+            (outcome.reserved_peak_event, reserved_peak),
+        );
+        let smallest =
+            min_capacity(program, &ReplayConfig { capacity: None, ..config }, |runs, of| {
+                streams.update(u64::from(runs), Some(u64::from(of)));
+            })?;
+        streams.end();
+        let refusal = outcome.oom.map(|refusal| RefusalAt {
+            event: refusal.event,
+            requested: refusal.requested,
+            live: refusal.live,
+            reserved: refusal.reserved,
+            largest_free: refusal.largest_free,
+            recorded: refusal.recorded,
+            at_beginning: refusal.at_beginning,
+            site: None,
+        });
+        let shown = PolicyRun {
+            name: policy.name(),
+            about: findings::about(policy.name()),
+            recorded: policy == program.policy,
+            events: outcome.events,
+            live_peak,
+            live_peak_event: live.peak_event,
+            reserved_peak,
+            reserved_peak_event: reserved.peak_event,
+            excess: outcome.excess(),
+            smallest,
+            card: smallest.and_then(findings::card_for),
+            driver_us: crate::replay::microseconds(outcome.driver.nanos),
+            retries: outcome.retries,
+            allocs: outcome.allocs,
+            same_address: outcome.same_address,
+            refusal,
+            reserved: reserved.curve,
+            map: AddressMap::default(),
+        };
+        let Outcome { refusals_passed_over, pending_frees, hurried_frees, .. } = outcome;
+        let live = live.curve;
+        Ok(Run { policy, shown, live, refusals_passed_over, pending_frees, hurried_frees })
+    }
+
+    /// Draws the address map of a run: where it failed if it did, because then those holes matter, else
+    /// at its peak.
+    fn map(&self, run: &mut Run, lives: &Lives, sites: &mut Sites<'_>) -> Result<(), DriverError> {
+        let mut site = |event| sites.index(self.stack_of(event)?);
+        let mut moment = run.shown.reserved_peak_event;
+        if let Some(refusal) = &mut run.shown.refusal {
+            // A run goes on after a request that PyTorch refused too: stop at the one before.
+            let served = |at: &u64| self.event(*at).is_some_and(|e| e.action == Action::Alloc);
+            let before = if refusal.recorded { (0..refusal.event).rfind(served) } else { None };
+            moment = before.unwrap_or(refusal.event);
+            refusal.site = site(refusal.event);
+        }
+        let state = state_at(self.program, &self.config(run.policy), moment)?;
+        let source = |address| {
+            let event = state.allocated_by.get(&address).copied().flatten();
+            Source { event, kept: event.is_some_and(|event| lives.end(event).is_none()) }
+        };
+        let most = MOST_RECTS / Policy::ALL.len();
+        run.shown.map = map::draw(&state.snapshot, moment, most, source, site);
+        Ok(())
+    }
+
+    fn trace(&self, duration_us: Option<u64>) -> Trace {
+        let mut oom: Option<RecordedOom> = None;
+        for (index, event) in (0_u64..).zip(self.events()) {
+            if event.action == Action::Oom {
+                let first = RecordedOom { event: index, requested: event.size, count: 0 };
+                oom.get_or_insert(first).count += 1;
+            }
+        }
+        Trace {
+            name: self.name.clone(),
+            device: self.device,
+            devices: self.snapshot.devices.iter().filter(|events| !events.is_empty()).count(),
+            events: self.program.events,
+            allocs: self.program.allocs,
+            conf: self.snapshot.settings.conf.clone().filter(|conf| !conf.is_empty()),
+            policy: self.program.policy.name(),
+            ladder: self.ladder.name(),
+            begins_in_the_middle: self.program.begins_in_the_middle(),
+            duration_us,
+            oom,
+        }
+    }
+
+    /// What was live at the peak, by where it came from.
+    fn peak(
+        &self,
+        event: u64,
+        policy: Policy,
+        lives: &Lives,
+        sites: &mut Sites<'_>,
+    ) -> Result<Peak, DriverError> {
+        let state = state_at(self.program, &self.config(policy), event)?;
+        let old_stacks =
+            if policy == self.program.policy { self.old_stacks() } else { HashMap::new() };
+        let mut groups: HashMap<Key, PeakGroup> = HashMap::new();
+        let mut peak = Peak { event, policy: policy.name(), ..Peak::default() };
+        for segment in &state.snapshot.segments {
+            for block in segment.blocks.iter().filter(|block| block.use_ != BlockUse::Free) {
+                let made = state.allocated_by.get(&block.address).copied().flatten();
+                let key = match made.map(|made| self.stack_of(made)) {
+                    None => old_stacks.get(&block.address).map_or(Key::Before, |&s| Key::Stack(s)),
+                    Some(Some(stack)) => Key::Stack(stack),
+                    Some(None) => Key::Size(block.requested, segment.stream),
+                };
+                peak.has_stacks |= matches!(key, Key::Stack(_));
+                peak.live += block.requested;
+                peak.allocations += 1;
+                let group = groups.entry(key).or_default();
+                group.bytes += block.requested;
+                group.count += 1;
+                group.largest = group.largest.max(block.requested);
+                if made.is_none() {
+                    peak.from_before.count += 1;
+                    peak.from_before.at_peak += block.requested;
+                }
+                if made.is_some_and(|made| lives.end(made).is_none()) {
+                    group.kept += block.requested;
+                }
+            }
+        }
+        let mut groups: Vec<(Key, PeakGroup)> = groups.into_iter().collect();
+        groups.sort_by_key(|(key, group)| (std::cmp::Reverse(group.bytes), *key));
+        for (index, (key, group)) in groups.into_iter().enumerate() {
+            let origin = match key {
+                Key::Stack(stack) => sites.index(stack).map(Origin::Site),
+                Key::Size(size, stream) => {
+                    Some(Origin::Size { size, stream: map::name_of(stream) })
+                }
+                Key::Before => Some(Origin::Before),
+            };
+            match origin {
+                Some(origin) if index < MOST_GROUPS || matches!(origin, Origin::Before) => {
+                    peak.groups.push(PeakGroup { origin, ..group });
+                }
+                _ => {
+                    peak.other_groups += 1;
+                    peak.other_bytes += group.bytes;
+                }
+            }
+        }
+        Ok(peak)
+    }
+
+    /// The stacks of blocks that were there before the first event and are there after the last: the
+    /// file keeps them with the blocks. Addresses are PyTorch's.
+    fn old_stacks(&self) -> HashMap<u64, StackId> {
+        if !self.program.begins_in_the_middle() {
+            return HashMap::new();
+        }
+        let segments = &self.snapshot.segments;
+        let here = segments.iter().filter(|s| usize::try_from(s.device) == Ok(self.device));
+        let blocks = here.flat_map(|segment| &segment.blocks);
+        let mut stacks: HashMap<u64, StackId> = blocks
+            .filter(|block| block.state != BlockState::Inactive)
+            .filter_map(|block| Some((block.address, block.stack?)))
+            .collect();
+        for event in self.events().filter(|event| event.action == Action::Alloc) {
+            stacks.remove(&event.addr);
+        }
+        stacks
+    }
+
+    /// What could not be known, and what is assumed.
+    fn notes(&self, runs: &[Run]) -> Vec<String> {
+        let mut notes = vec![
+            "Recorded: the requests and frees, and so what is live. Simulated: the policies, and so \
+             what is reserved and at which address. A replay assumes that the program would have \
+             asked for the same under another policy."
+                .to_owned(),
+        ];
+        notes.extend(self.program.notes.iter().map(|note| findings::sentence(note)));
+        if self.program.begins_in_the_middle() {
+            notes.push(
+                "Where memory from before the trace came from is known only if it is there at the end \
+                 as well, and stacks were recorded then."
+                    .to_owned(),
+            );
+            notes.push(
+                "What another policy would have held before the trace begins is not known: its replay \
+                 starts from the live blocks alone."
+                    .to_owned(),
+            );
+        }
+        if self.snapshot.stacks.is_empty() {
+            notes.push(
+                "No stacks were recorded, so allocations are told apart by size and stream. \
+                 torch.cuda.memory._record_memory_history(stacks=\"python\") records stacks."
+                    .to_owned(),
+            );
+        }
+        let floor = self.program.floor_bytes(true);
+        if runs.iter().any(|run| run.shown.smallest.is_some_and(|bytes| bytes < floor)) {
+            notes.push(
+                "The smallest device can be below the floor: with less memory an allocator waits for \
+                 pending frees earlier than PyTorch did, and then less is live at once."
+                    .to_owned(),
+            );
+        }
+        let passed_over = runs.iter().map(|run| run.refusals_passed_over).max().unwrap_or(0);
+        if passed_over > 0 {
+            notes.push(format!(
+                "What PyTorch refused ({passed_over} of the requests) is passed over in the curves, \
+                 which have no limit; the smallest device includes it."
+            ));
+        }
+        for run in runs.iter().filter(|run| run.hurried_frees > 0) {
+            notes.push(format!(
+                "Under {} the work that {} of {} pending frees wait for is waited for earlier than \
+                 PyTorch saw it done; how long that would take is not known.",
+                run.policy, run.hurried_frees, run.pending_frees
+            ));
+        }
+        notes.push(format!(
+            "The smallest device is found to {}: with that much less the trace does not pass. A much \
+             smaller one may pass by luck.",
+            display(CAPACITY_STEP).replace(".00 ", " ")
+        ));
+        notes.push(format!(
+            "A device here is what the allocator may hold. The CUDA context and other processes are \
+             not part of it: a card sold as N GB is taken to leave {CARD_SHARE} % of N GiB."
+        ));
+        notes.push(
+            "Driver time is what the driver calls of a replay cost by prices measured on an NVIDIA \
+             H200."
+                .to_owned(),
+        );
+        notes
+    }
+}
+
+/// What allocations at the peak have in common.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+enum Key {
+    Stack(StackId),
+    /// Size and stream.
+    Size(u64, StreamId),
+    Before,
+}

@@ -1,0 +1,188 @@
+//! An engine put back into a state goes on as the one it was taken from.
+
+mod common;
+
+#[cfg(test)]
+mod tests {
+    use cushion_core::size::MIB;
+    use cushion_core::{
+        BlockUse, HeldBlock, HeldSegment, PoolId, RestoreError, SegmentFigures, StreamId,
+    };
+    use proptest::collection::vec;
+    use proptest::prelude::*;
+
+    use crate::common::{EXPANDABLE, Gpu, POLICIES, POOL, S0, S1, every_stream, gpu};
+
+    fn held(segment: &SegmentFigures, range: Option<u64>) -> HeldSegment {
+        let live = segment.blocks.iter().filter(|block| block.use_ == BlockUse::Live);
+        HeldSegment {
+            address: segment.address,
+            size: segment.size,
+            stream: segment.stream,
+            pool: segment.pool,
+            small: segment.small,
+            range,
+            live: live
+                .map(|block| HeldBlock {
+                    address: block.address,
+                    size: block.size,
+                    requested: block.requested,
+                })
+                .collect(),
+        }
+    }
+
+    /// What an engine holds. Its ranges must not have lost their first pages.
+    fn all_held(gpu: &Gpu) -> Vec<HeldSegment> {
+        let segments = gpu.snapshot().segments;
+        let range = |of: &SegmentFigures| {
+            let same = |s: &&SegmentFigures| {
+                (s.stream, s.pool, s.small, s.paged) == (of.stream, of.pool, of.small, true)
+            };
+            segments.iter().filter(same).map(|segment| segment.address).min()
+        };
+        segments.iter().map(|s| held(s, range(s).filter(|_| s.paged))).collect()
+    }
+
+    /// An engine with the same memory at the same addresses.
+    fn copy(gpu: &Gpu, conf: &str) -> Gpu {
+        let copy = crate::common::gpu(4096, conf);
+        // The simulator gives its own addresses in the order it is asked.
+        let mut all = all_held(gpu);
+        all.sort_by_key(|segment| (segment.range.unwrap_or(segment.address), segment.address));
+        for (segment, base) in all.iter().zip(copy.restore(&all, |_| {})) {
+            assert_eq!(base, Ok(segment.address));
+        }
+        copy.check_invariants().unwrap();
+        copy
+    }
+
+    fn any_request() -> impl Strategy<Value = (u64, u64, usize)> {
+        let size = prop_oneof![1..4_000_u64, 1..3 * MIB, 1..40 * MIB];
+        (size, 0..2_u64, 0..64_usize)
+    }
+
+    /// Allocates, and frees one of what is live now and then; the addresses given.
+    fn go_on(gpu: &Gpu, requests: &[(u64, u64, usize)], live: &mut Vec<u64>) -> Vec<u64> {
+        let mut given = Vec::new();
+        for &(size, stream, which) in requests {
+            if let Ok(address) = gpu.alloc(size, StreamId(stream)) {
+                given.push(address);
+                live.push(address);
+            }
+            if which % 3 != 0 && !live.is_empty() {
+                gpu.free(live.swap_remove(which % live.len())).unwrap();
+            }
+        }
+        given
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(1000))]
+        #[test]
+        fn a_restored_engine_goes_on_as_the_first(
+            before in vec(any_request(), 1..60),
+            after in vec(any_request(), 1..60),
+        ) {
+            for conf in POLICIES {
+                let first = gpu(4096, conf);
+                let mut live = Vec::new();
+                go_on(&first, &before, &mut live);
+                let second = copy(&first, conf);
+                prop_assert_eq!(second.live_and_reserved(), first.live_and_reserved());
+                let blocks = |gpu: &Gpu| -> Vec<_> {
+                    let all = gpu.snapshot().segments.into_iter().flat_map(|s| s.blocks);
+                    all.map(|block| (block.address, block.size, block.use_)).collect()
+                };
+                prop_assert_eq!(blocks(&second), blocks(&first));
+                let (mut live_too, first_given) = (live.clone(), go_on(&first, &after, &mut live));
+                prop_assert_eq!(go_on(&second, &after, &mut live_too), first_given);
+                second.check_invariants().unwrap();
+                prop_assert_eq!(blocks(&second), blocks(&first));
+            }
+        }
+    }
+
+    #[test]
+    fn private_pools_come_back_with_one_use() {
+        let first = gpu(4096, "");
+        first.begin_allocate_to_pool(POOL, every_stream()).unwrap();
+        let address = first.alloc(100, S1).unwrap();
+        first.end_allocate_to_pool(POOL).unwrap();
+        let second = copy(&first, "");
+        assert_eq!(second.pool_uses(POOL), Ok(1));
+        // Its free memory is the pool's own.
+        second.free(address).unwrap();
+        assert_ne!(second.alloc(100, S1).unwrap(), address);
+        second.begin_allocate_to_pool(POOL, every_stream()).unwrap();
+        assert_eq!(second.alloc(100, S1).unwrap(), address);
+        second.check_invariants().unwrap();
+    }
+
+    #[test]
+    fn parts_of_one_range_share_it() {
+        let gpu = gpu(4096, EXPANDABLE);
+        let part = |address: u64| HeldSegment {
+            address,
+            size: 20 * MIB,
+            stream: S0,
+            pool: PoolId::DEFAULT,
+            small: false,
+            range: Some(1 << 40),
+            live: Vec::new(),
+        };
+        let parts = [part((1 << 40) + 20 * MIB), part((1 << 40) + 80 * MIB)];
+        let mut reserved = 0;
+        let bases = gpu.restore(&parts, |_| reserved += 1);
+        assert_eq!(reserved, 1);
+        let bases: Vec<u64> = bases.into_iter().map(Result::unwrap).collect();
+        assert_eq!(bases[1] - bases[0], 60 * MIB);
+        gpu.check_invariants().unwrap();
+        // The hole before the first part is the lowest place with room.
+        assert_eq!(gpu.alloc(38 * MIB, S0).unwrap(), bases[0] - 20 * MIB);
+        gpu.check_invariants().unwrap();
+    }
+
+    #[test]
+    fn what_cannot_have_been_is_refused_and_nothing_is_lost() {
+        let sound = HeldSegment {
+            address: 1 << 40,
+            size: 20 * MIB,
+            stream: S0,
+            pool: PoolId::DEFAULT,
+            small: false,
+            range: None,
+            live: vec![HeldBlock { address: 1 << 40, size: 512, requested: 3 }],
+        };
+        let block = sound.live[0];
+        let with = |live: Vec<HeldBlock>| HeldSegment { live, ..sound.clone() };
+        for (what, broken) in [
+            ("size", HeldSegment { size: 0, ..sound.clone() }),
+            ("size", HeldSegment { size: 700, ..sound.clone() }),
+            ("larger", HeldSegment { size: 1 << 60, ..sound.clone() }),
+            ("end", HeldSegment { address: u64::MAX - 511, ..sound.clone() }),
+            ("overlap", with(vec![block, block])),
+            ("overlap", with(vec![HeldBlock { address: 512, ..block }])),
+            ("overlap", with(vec![HeldBlock { size: 1 << 40, ..block }])),
+            ("multiple", with(vec![HeldBlock { size: 100, ..block }])),
+            ("multiple", with(vec![HeldBlock { address: (1 << 40) + 4, ..block }])),
+            ("asked", with(vec![HeldBlock { requested: 513, ..block }])),
+            ("before", HeldSegment { range: Some(2 << 40), ..sound.clone() }),
+            ("pages", HeldSegment { range: Some((1 << 40) - 512), ..sound.clone() }),
+            ("too small", HeldSegment { range: Some(1), ..sound.clone() }),
+        ] {
+            let gpu = gpu(4096, EXPANDABLE);
+            let results = gpu.restore(&[broken, sound.clone()], |_| {});
+            let Err(RestoreError::Impossible { what: told, .. }) = &results[0] else {
+                panic!("{what}: {:?}", results[0]);
+            };
+            assert!(told.contains(what), "{what}: {told}");
+            assert!(results[1].is_ok(), "{what}");
+            gpu.check_invariants().unwrap();
+        }
+        let small = gpu(16, "");
+        let full = small.restore(std::slice::from_ref(&sound), |_| {});
+        assert!(matches!(full[0], Err(RestoreError::Full { .. })), "{full:?}");
+        small.check_invariants().unwrap();
+    }
+}
