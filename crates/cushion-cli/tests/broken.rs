@@ -162,7 +162,11 @@ mod tests {
             case("gzip in gzip", gzip(&gzip(&sound())), &["a gzip file inside another"]),
             case("zstd in gzip", gzip(&zstd(&sound())), &["a zstd file inside another"]),
             case("gzip in zstd", zstd(&gzip(&sound())), &["a gzip file inside another"]),
-            case("a later version of ours", b"CUSHION\xff", &["another version"]),
+            case(
+                "a later version of ours",
+                b"CUSHION\xff",
+                &["the Cushion trace cannot be read", "version 1", "version 255"],
+            ),
         ]);
     }
 
@@ -524,6 +528,20 @@ mod tests {
                 event(r#"{"action": "alloc", "addr": 1, "size": 2}, null"#),
                 &["among events"],
             ),
+        ]);
+    }
+
+    #[test]
+    fn broken_cushion_traces() {
+        let own = |rest: &[u8]| [b"CUSHION\x01\x00", rest].concat();
+        let absurd = own(b"A\0T\xff\xff\xff\xff\x7f");
+        check(vec![
+            case("only its magic", "CUSHION", &["the Cushion trace cannot be read", "byte 7"]),
+            case("no such origin", b"CUSHION\x01\x09A", &["byte 8", "1 for those of RMM", "9"]),
+            case("cut", own(b"A\0T"), &["the Cushion trace", "one more byte"]),
+            case("another part", own(b"B"), &["byte 9", "the part `A`", "0x42"]),
+            case("34 billion texts", absurd, &["the Cushion trace", "the end of the file"]),
+            case("a stack that is not there", own(b"A\0T\0F\0S\x01\0\x01"), &["one of 0 frames"]),
         ]);
     }
 

@@ -207,7 +207,8 @@ fn end(start: u64, size: u64) -> Result<u64, &'static str> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::snapshot::{Block, Origin, Settings};
+    use crate::snapshot::Origin;
+    use crate::snapshot::{Block, Settings};
     use crate::stacks::Stacks;
 
     const MIB: u64 = 1 << 20;
@@ -243,8 +244,8 @@ mod tests {
     fn found(segments: Vec<Segment>, events: &[Event]) -> Vec<(Option<usize>, &'static str)> {
         let devices = vec![events.iter().copied().collect()];
         let settings = Settings::default();
-        let (stacks, origin) = (Stacks::default(), Origin::Torch);
-        let snapshot = Snapshot { segments, devices, settings, stacks, origin };
+        let stacks = Stacks::default();
+        let snapshot = Snapshot { segments, devices, settings, stacks, origin: Origin::Torch };
         inconsistencies(&snapshot).iter().map(|found| (found.event, found.what)).collect()
     }
 

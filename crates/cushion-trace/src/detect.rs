@@ -2,11 +2,11 @@
 
 use std::fmt::Write as _;
 
+use crate::own;
+
 /// How many bytes are looked at.
 pub(crate) const LOOK: usize = 4096;
 
-/// The first bytes of a Cushion trace.
-pub(crate) const OWN_MAGIC: &[u8] = b"CUSHION\x01";
 pub(crate) const GZIP_MAGIC: &[u8] = &[0x1f, 0x8b];
 pub(crate) const ZSTD_MAGIC: &[u8] = &[0x28, 0xb5, 0x2f, 0xfd];
 pub(crate) const BOM: &[u8] = b"\xef\xbb\xbf";
@@ -30,7 +30,7 @@ pub(crate) fn kind(start: &[u8]) -> Kind {
         // Protocols 2 to 5 say so; 0 and 1 begin with the container.
         [0x80, ..] => return Kind::Pickle,
         _ if start.starts_with(ZSTD_MAGIC) => return Kind::Other(describe(start)),
-        _ if start.starts_with(OWN_MAGIC) => return Kind::Own,
+        _ if start.starts_with(own::MAGIC) => return Kind::Own,
         _ if rmm_header(text) => return Kind::Rmm,
         _ => {}
     }
@@ -88,7 +88,6 @@ const MAGICS: &[(&[u8], &str)] = &[
     (b"%PDF", "a PDF"),
     (b"\x89PNG", "a picture"),
     (b"GGUF", "a GGUF model"),
-    (b"CUSHION", "a Cushion trace of another version; use the version that wrote it"),
     (b"\xff\xfe", "UTF-16 text; save it as UTF-8"),
     (b"\xfe\xff", "UTF-16 text; save it as UTF-8"),
 ];
@@ -157,11 +156,10 @@ mod tests {
     #[test]
     fn other_files_are_named() {
         let tensors = b"\x40\0\0\0\0\0\0\0{\"a\":{}}";
-        let cases: [(&[u8], &str); 10] = [
+        let cases: [(&[u8], &str); 9] = [
             (b"PK\x03\x04", "a zip archive"),
             (b"\x1f\x8b\x08", "a gzip file inside another"),
             (b"(\xb5/\xfd", "a zstd file inside another"),
-            (b"CUSHION\x02", "another version"),
             (b"<!DOCTYPE html>", "HTML"),
             (b" \n ", "white space"),
             (tensors, "safetensors"),

@@ -12,7 +12,6 @@ use flate2::Compression;
 use flate2::write::GzEncoder;
 
 use crate::columns::{Decoder, Encoder, GROUP, broken, number, stack_of};
-use crate::detect::OWN_MAGIC as MAGIC;
 use crate::error::TraceError;
 use crate::events::Events;
 use crate::pack::{put_number, unzigzag, zigzag};
@@ -20,7 +19,10 @@ use crate::snapshot::{Block, BlockState, Origin, Segment, Settings, Snapshot};
 use crate::source::Source;
 use crate::stacks::{Frame, StackId, StackTable, Stacks};
 
-// Where the events come from.
+/// How every such file starts, once unpacked; a byte with the version follows.
+pub(crate) const MAGIC: &[u8] = b"CUSHION";
+const VERSION: u8 = 1;
+// Where the events come from: PyTorch's allocator, or RMM's log.
 const FROM_TORCH: u8 = 0;
 const FROM_RMM: u8 = 1;
 
@@ -59,7 +61,7 @@ fn write_bare(snapshot: &Snapshot, out: &mut impl Write) -> io::Result<()> {
         Origin::Torch => FROM_TORCH,
         Origin::Rmm => FROM_RMM,
     };
-    bytes.push(origin);
+    bytes.extend_from_slice(&[VERSION, origin]);
     put_settings(&mut bytes, settings);
     put_stacks(&mut bytes, stacks);
     bytes.push(MEMORY);
@@ -254,11 +256,17 @@ pub(crate) fn read(source: &mut Source<'_>) -> Result<Snapshot, TraceError> {
     let mut reader = Reader { source, held: 0 };
     reader.source.skip(MAGIC.len() as u64)?;
     let offset = reader.source.offset();
+    let version = reader.source.byte()?;
+    if version != VERSION {
+        let expected = format!("version {VERSION}, the one this program knows");
+        return Err(broken(offset, expected, format!("version {version}")));
+    }
+    let offset = reader.source.offset();
     let origin = match reader.source.byte()? {
         FROM_TORCH => Origin::Torch,
         FROM_RMM => Origin::Rmm,
         other => {
-            let expected = "0 or 1, for events of PyTorch or RMM";
+            let expected = "0 for events of PyTorch, or 1 for those of RMM";
             return Err(broken(offset, expected, format!("{other}")));
         }
     };
@@ -411,7 +419,7 @@ impl Reader<'_, '_> {
             let at = self.source.offset();
             let (_, before) = table.counts();
             let caller = stack_of(self.number()?, before, at)?;
-            table.push_on(caller, frame);
+            table.link(caller, frame);
             if table.counts().1 as u64 != place + 1 {
                 let expected = "a stack that was not listed before";
                 return Err(broken(offset, expected, "one that was"));
@@ -574,7 +582,7 @@ pub(crate) mod tests {
                     let (name, filename, line) = &frames[place % frames.len()];
                     let (name, filename) = (name.as_str().into(), filename.as_str().into());
                     let frame = table.intern(Frame { name, filename, line: *line }).unwrap();
-                    caller = table.push_on(caller, frame);
+                    caller = table.link(caller, frame);
                 }
             }
             table.finish()
@@ -709,7 +717,7 @@ pub(crate) mod tests {
         let mut table = StackTable::default();
         let frame = Frame { name: "step".into(), filename: "train.py".into(), line: 42 };
         let frame = table.intern(frame).unwrap();
-        let stack = table.push_on(None, frame);
+        let stack = table.link(None, frame);
         let address = 0x7f00_0000_0000;
         let time = 1_763_000_000_000_000;
         let block = |address, size, requested_size, state, stack| Block {
@@ -741,6 +749,7 @@ pub(crate) mod tests {
             Event { stack, ..event(Action::FreeCompleted, address + 1024, 512, time + 300) },
         ];
         Snapshot {
+            origin: Origin::Torch,
             segments: vec![segment],
             devices: vec![events.into_iter().collect()],
             settings: Settings {
@@ -750,7 +759,6 @@ pub(crate) mod tests {
                 ..Settings::default()
             },
             stacks: table.finish(),
-            origin: Origin::Torch,
         }
     }
 
@@ -780,11 +788,21 @@ pub(crate) mod tests {
         }
     }
 
+    #[test]
+    fn another_version_is_told_apart() {
+        let mut bytes = bare(&example());
+        bytes[MAGIC.len()] = 2;
+        let error = load(&bytes).expect_err("from the future").to_string();
+        assert!(error.contains("at byte 7 "), "{error}");
+        assert!(error.contains("expected version 1, the one this program knows"), "{error}");
+        assert!(error.ends_with("found version 2"), "{error}");
+    }
+
     /// Counts in the billions, and little behind them: an error, soon and in little memory.
     #[test]
     fn counts_are_not_believed() {
         let limits = Limits { memory_bytes: 1 << 20, ..Limits::default() };
-        let start = [MAGIC, &[FROM_TORCH]].concat();
+        let start = [MAGIC, &[VERSION, FROM_TORCH]].concat();
         let huge = [0xff, 0xff, 0xff, 0xff, 0x7f];
         let parts: [&[u8]; 5] =
             [b"A\x04", b"A\0T", b"A\0T\0F\0S\0M", b"A\0T\0F\0S\0M\0E", b"A\x01"];
@@ -803,7 +821,7 @@ pub(crate) mod tests {
     #[test]
     fn what_does_not_exist_cannot_be_referred_to() {
         let fault = |part: &[u8]| {
-            let bytes = [MAGIC, &[FROM_TORCH], part].concat();
+            let bytes = [MAGIC, &[VERSION, FROM_TORCH], part].concat();
             load(&bytes).expect_err("unsound").to_string()
         };
         for (part, expected, found) in [
@@ -827,7 +845,7 @@ pub(crate) mod tests {
             assert!(error.ends_with(&end), "{}: {error}", part.escape_ascii());
         }
         let mut other = bare(&example());
-        other[MAGIC.len()] = 9;
+        other[MAGIC.len() + 1] = 9;
         assert!(load(&other).is_err());
     }
 }

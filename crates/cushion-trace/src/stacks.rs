@@ -161,8 +161,8 @@ impl StackTable {
         }
     }
 
-    /// The same for a stack whose callers are known by number only.
-    pub(crate) fn push_on(&mut self, caller: Option<StackId>, frame: FrameId) -> Option<StackId> {
+    /// The same, for a reader that does not go frame by frame from the outermost on.
+    pub(crate) fn link(&mut self, caller: Option<StackId>, frame: FrameId) -> Option<StackId> {
         self.find(Node { caller, frame })
     }
 
