@@ -6,7 +6,7 @@ SECONDS ?= 3600
 MEMORYVIZ_JS ?=
 CUSHION = $(or $(CARGO_TARGET_DIR),target)/release/cushion
 
-.PHONY: help test test-viz demo bench docs verify fuzz clean
+.PHONY: help test test-viz demo picture bench docs verify fuzz clean
 
 help: ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -23,9 +23,12 @@ test-viz: ## converted snapshots in PyTorch's own tools (MEMORYVIZ_JS=PATH for i
 	@$(CARGO) build --release --locked --quiet --bin cushion
 	@sh scripts/test-viz.sh $(CUSHION) "$(MEMORYVIZ_JS)"
 
-demo: ## replay recorded runs on a simulated 24 GiB card: one policy dies, the other lives
+demo: ## recorded runs on simulated cards too small for them: which policy dies, which lives, and a report
 	@$(CARGO) build --release --locked --quiet --bin cushion
-	@sh scripts/demo.sh $(CUSHION)
+	@sh scripts/demo.sh $(CUSHION) demo-out
+
+picture: demo ## the README's picture, from the demo's report (needs Chromium)
+	@sh scripts/picture.sh demo-out/llama_varlen.html docs/images/report.png
 
 bench: ## speed of the engine, of replay (TRACES=FOLDER for other traces) and of loading
 	@$(CARGO) bench --locked --quiet -p cushion-core --bench engine

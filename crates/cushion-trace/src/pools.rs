@@ -107,7 +107,7 @@ pub(crate) fn infer(
     follow: impl Fn(&Labels) -> Option<Departure>,
 ) -> Labels {
     // A trial replays the trace; keep the whole effort to seconds.
-    let mut trials = (50_000_000 / events.len().max(1)).clamp(16, 2000);
+    let mut trials = (50_000_000 / events.len().max(1)).clamp(4, 400);
     let requests = Requests::of(events, start);
     let mut best = labels.clone();
     let mut now = labels;
