@@ -8,5 +8,5 @@ profile=$(mktemp -d)
 trap 'rm -rf "$profile"' EXIT
 "$browser" --headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking \
     --disable-component-update --disable-sync --hide-scrollbars --user-data-dir="$profile" \
-    --window-size=1180,1290 --screenshot="$2" "file://$(realpath "$1")" >/dev/null 2>&1
+    --window-size=1180,1660 --screenshot="$2" "file://$(realpath "$1")" >/dev/null 2>&1
 ls -l "$2"

@@ -3,7 +3,7 @@
 //! The file is written as it is read, as Python's pickle (protocol 4) or `json.dump` would write it:
 //! the events of a shipped trace over and over, with and without stacks. Each row is a process of its
 //! own, so that its peak of memory (`VmHWM`) is the reader's, with the few megabytes of the events to
-//! be repeated.
+//! be repeated. The last column is the peak once the trace was replayed too.
 
 #![expect(clippy::print_stdout, reason = "the bench's table is its output")]
 #![expect(clippy::disallowed_methods, reason = "a bench measures real time")]
@@ -13,7 +13,8 @@ use std::path::Path;
 use std::process::Command;
 use std::time::Instant;
 
-use cushion_trace::{Event, Limits, open, read};
+use cushion_core::Ladder;
+use cushion_trace::{Event, Limits, Program, ReplayConfig, open, read, replay};
 
 /// About how long each file is.
 const FILE_BYTES: usize = 1 << 30;
@@ -40,9 +41,11 @@ fn main() {
         one(&kind, write);
         return;
     }
-    let head = ["file", "unpacked", "events", "speed", "peak memory", "of unpacked"];
-    let [file, unpacked, events, speed, peak, share] = head;
-    println!("{file:<16} {unpacked:>10} {events:>10} {speed:>10} {peak:>12} {share:>12}");
+    let head = ["file", "unpacked", "events", "speed", "peak memory", "of unpacked", "replayed"];
+    let [file, unpacked, events, speed, peak, share, replayed] = head;
+    println!(
+        "{file:<16} {unpacked:>10} {events:>10} {speed:>10} {peak:>12} {share:>12} {replayed:>10}"
+    );
     let this = std::env::current_exe().expect("this program");
     for (kind, _) in KINDS {
         let done = Command::new(&this).args(["--one", kind]).status().expect("a process");
@@ -62,14 +65,22 @@ fn one(kind: &str, write: Write) {
     let snapshot = read(file, &Limits::default()).expect("a sound file");
     let seconds = start.elapsed().as_secs_f64();
     let peak = peak_memory().map(|peak| peak as f64);
+    let program = Program::of(&snapshot, 0);
+    let (policy, ladder) = (program.policy, Ladder::Torch);
+    let config = ReplayConfig { policy, ladder, capacity: None, options: None };
+    replay(&program, &config).expect("a simulated device that works");
+    let replayed = peak_memory().map(|peak| peak as f64);
+    let share =
+        |peak: Option<f64>| peak.map_or("?".to_owned(), |p| format!("{:.1} %", p / bytes * 100.0));
     let megabytes = |bytes: f64| format!("{:.0} MB", bytes / 1e6);
     println!(
-        "{kind:<16} {:>10} {:>10} {:>10} {:>12} {:>12}",
+        "{kind:<16} {:>10} {:>10} {:>10} {:>12} {:>12} {:>10}",
         megabytes(bytes),
         snapshot.devices[0].len(),
         format!("{:.0} MB/s", bytes / seconds / 1e6),
         peak.map_or("?".to_owned(), megabytes),
-        peak.map_or("?".to_owned(), |peak| format!("{:.1} %", peak / bytes * 100.0)),
+        share(peak),
+        share(replayed),
     );
 }
 

@@ -130,8 +130,18 @@ fn read_source(source: &mut Source<'_>) -> Result<Snapshot, TraceError> {
     };
     // A checksum lies behind the last byte: only a reader that goes on to the end sees it.
     source.finish_wrapping()?;
+    if let Some(events) = snapshot.devices.iter().find(|events| events.len() > MOST_EVENTS) {
+        let what = format!(
+            "one device has {} events, expected at most {MOST_EVENTS}: cut the trace",
+            events.len()
+        );
+        return Err(TraceError::snapshot(source.offset(), what));
+    }
     Ok(snapshot)
 }
+
+/// Events of one device: half a billion, so that steps and slots can be numbered in 30 bits.
+const MOST_EVENTS: usize = 1 << 29;
 
 /// Counts what is read.
 struct Watched<'p, R> {

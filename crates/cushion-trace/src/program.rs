@@ -245,7 +245,7 @@ impl Builder<'_> {
     }
 
     fn new_slot(&mut self) -> Slot {
-        // So many are far beyond what a reader takes on.
+        // A reader refuses half as many events.
         assert!(self.slots < MOST, "a trace of more than a billion allocations");
         self.slots += 1;
         self.slots - 1

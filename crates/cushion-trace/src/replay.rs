@@ -185,7 +185,8 @@ pub fn replay_watched(
         oom,
         refusals_passed_over: passed_over,
         pending_frees: seen.waited,
-        hurried_frees: seen.hurried,
+        // A run that did all that PyTorch did waited where PyTorch waited.
+        hurried_frees: if follows && difference.is_none() { 0 } else { seen.hurried },
         stats,
     })
 }
