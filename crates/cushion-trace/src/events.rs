@@ -42,7 +42,7 @@ impl Events {
     pub fn get(&self, index: usize) -> Option<Event> {
         let (stride, place) = (index / STRIDE, index % STRIDE);
         match self.strides.get(stride) {
-            Some(packed) => unpack(packed).nth(place),
+            Some(packed) => Unpacker::new(packed).nth(place),
             None => self.tail.get(index - self.strides.len() * STRIDE).copied(),
         }
     }
@@ -87,17 +87,10 @@ impl Events {
     fn unpack_stride(&self, stride: usize, into: &mut Vec<Event>) {
         into.clear();
         match self.strides.get(stride) {
-            Some(packed) => into.extend(unpack(packed)),
+            Some(packed) => into.extend(Unpacker::new(packed)),
             None => into.extend_from_slice(&self.tail),
         }
     }
-}
-
-fn unpack(packed: &[u8]) -> impl Iterator<Item = Event> {
-    let mut unpacker = Unpacker::new(packed);
-    std::iter::from_fn(move || {
-        unpacker.next_event().unwrap_or_else(|_| unreachable!("packed by this module"))
-    })
 }
 
 impl fmt::Debug for Events {

@@ -10,6 +10,7 @@ use std::fmt;
 use crate::arena::{Arena, List, StrId, Value};
 use crate::error::TraceError;
 use crate::events::Events;
+use crate::pack::NOTHING;
 use crate::stacks::{StackId, Stacks};
 
 /// A PyTorch memory snapshot.
@@ -247,19 +248,7 @@ pub(crate) struct Draft {
 }
 
 impl Draft {
-    pub(crate) const EMPTY: Self = Self {
-        event: Event {
-            action: Action::Other,
-            addr: 0,
-            size: 0,
-            stream: 0,
-            time_us: 0,
-            pool: None,
-            stack: None,
-        },
-        addr: false,
-        size: false,
-    };
+    pub(crate) const EMPTY: Self = Self { event: NOTHING, addr: false, size: false };
 
     /// Takes one item of the dict; keys that are not known are passed over.
     #[inline]
