@@ -68,17 +68,11 @@ pub enum RestoreError {
     Driver(#[from] DriverError),
 }
 
-/// No device is that large.
-const LARGEST: u64 = 1 << 50;
-
 impl HeldSegment {
     /// Whether it can have been.
     fn check(&self) -> Result<(), &'static str> {
         if self.size == 0 || !self.size.is_multiple_of(MIN_BLOCK) {
             return Err("its size is no multiple of 512 bytes");
-        }
-        if self.size > LARGEST {
-            return Err("it is larger than any device");
         }
         let end = self.address.checked_add(self.size).ok_or("its end is beyond 64 bits")?;
         let mut at = self.address;
@@ -110,6 +104,10 @@ impl<D: Driver> Locked<'_, D> {
     ) -> Result<u64, RestoreError> {
         let impossible = |what| RestoreError::Impossible { address: held.address, what };
         held.check().map_err(impossible)?;
+        let full = RestoreError::Full { address: held.address, size: held.size };
+        if held.size > self.device.total {
+            return Err(full);
+        }
         let pool = if held.pool == PoolId::DEFAULT {
             if held.small { PoolTable::SMALL } else { PoolTable::LARGE }
         } else {
@@ -139,7 +137,6 @@ impl<D: Driver> Locked<'_, D> {
                 })?
             }
         };
-        let full = RestoreError::Full { address: held.address, size: held.size };
         let free = free.ok_or(full)?;
         let base = self.state.blocks[free].address;
         // Everything up to the last live block is taken from the front, piece by piece, and the

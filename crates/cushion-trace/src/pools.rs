@@ -99,15 +99,17 @@ enum Join {
     Nobody,
 }
 
-/// Infers what the trace does not say. `follow` runs a trial and tells where it departs.
+/// Infers what the trace does not say. `follow` runs a trial, which takes the `effort` of so many events,
+/// and tells where it departs.
 pub(crate) fn infer(
     events: &Events,
     start: &Holdings,
     labels: Labels,
+    effort: u64,
     follow: impl Fn(&Labels) -> Option<Departure>,
 ) -> Labels {
-    // A trial replays the trace; keep the whole effort to seconds.
-    let mut trials = (50_000_000 / events.len().max(1)).clamp(4, 400);
+    // Keep the whole effort to seconds.
+    let mut trials = (50_000_000 / effort.max(1)).clamp(4, 400);
     let requests = Requests::of(events, start);
     let mut best = labels.clone();
     let mut now = labels;

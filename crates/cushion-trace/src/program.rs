@@ -20,6 +20,7 @@
 
 use std::collections::BTreeSet;
 
+use cushion_core::size::SMALL_SEGMENT;
 use cushion_core::{Options, Policy, PoolId, StreamId};
 use rustc_hash::FxHashMap;
 
@@ -83,7 +84,8 @@ impl Program {
         };
         let mut labels = Labels::recorded(events, &segments, &recording.start);
         if !labels.is_complete() && recording.can_be_followed() {
-            labels = pools::infer(events, &recording.start, labels, |labels| {
+            let effort = recording.effort();
+            labels = pools::infer(events, &recording.start, labels, effort, |labels| {
                 follow(&recording.program(labels), events)
             });
             if labels.inferred() > 0 {
@@ -136,6 +138,13 @@ impl Recording<'_> {
     /// back was all there was.
     fn can_be_followed(&self) -> bool {
         self.options.max_split_size.is_none() && self.options.garbage_collection_threshold == 0.0
+    }
+
+    /// What a run takes, in events: what was there before is put back page by page.
+    fn effort(&self) -> u64 {
+        let held = self.beginning.segments.iter().map(|segment| segment.size);
+        let pages = held.fold(0, u64::saturating_add) / SMALL_SEGMENT;
+        (self.events.len() as u64).saturating_add(pages.saturating_mul(16))
     }
 
     fn program(&self, labels: &Labels) -> Program {
