@@ -101,10 +101,11 @@ def reports(viz, path):
     def fresh():
         with open(path, "rb") as file:
             data = pickle.load(file)
-        # The traces shipped were recorded without these, but PyTorch and Cushion write them.
+        # Some traces shipped have none of these. PyTorch writes an empty stack, Cushion leaves it out.
         for event in (event for events in data["device_traces"] for event in events):
             event.setdefault("compile_context", "N/A")
             event.setdefault("user_metadata", "")
+            event.setdefault("frames", [])
         return data
 
     def plain(lines):

@@ -54,6 +54,11 @@ impl Lane {
         self.unmapped.iter().map(|(&address, &id)| (address, id))
     }
 
+    /// The unmapped block that begins at `address`, or else the last one before it.
+    pub(crate) fn unmapped_at(&self, address: u64) -> Option<BlockId> {
+        self.unmapped.range(..=address).next_back().map(|(_, &id)| id)
+    }
+
     pub(crate) fn insert_free(&mut self, size: u64, address: u64, id: BlockId) {
         let new = self.free.insert(size, address, id);
         debug_assert!(new, "a block is in the free index once");

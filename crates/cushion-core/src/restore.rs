@@ -190,13 +190,8 @@ impl<D: Driver> Locked<'_, D> {
         let address = range.checked_add(offset).ok_or_else(|| impossible("its end is too high"))?;
         let lane = self.state.pools[request.pool].lane(request.stream);
         let unmapped = lane
-            .into_iter()
-            .flat_map(|lane| lane.unmapped())
-            .map(|(_, id)| id)
-            .find(|&id| {
-                let block = &self.state.blocks[id];
-                block.address <= address && address + request.size <= block.end()
-            })
+            .and_then(|lane| lane.unmapped_at(address))
+            .filter(|&id| address + request.size <= self.state.blocks[id].end())
             .ok_or_else(|| impossible("its range is taken, or too small for it"))?;
         let State { blocks, segments, pools, .. } = &mut *self.state;
         let segment = &segments[blocks[unmapped].segment];

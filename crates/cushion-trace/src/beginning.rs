@@ -95,12 +95,17 @@ impl Beginning {
         self.segments.is_empty() && self.blocks.is_empty()
     }
 
+    /// Live bytes, as asked for.
+    pub(crate) fn live(&self) -> u64 {
+        self.blocks.iter().map(|block| block.requested).fold(0, u64::saturating_add)
+    }
+
     /// What could not be known, in words.
     pub(crate) fn notes(&self) -> Vec<String> {
         let mut notes = Vec::new();
         if !self.is_empty() {
-            let live: u64 = self.blocks.iter().map(|block| block.requested).sum();
-            let held: u64 = self.segments.iter().map(|segment| segment.size).sum();
+            let live = self.live();
+            let held = self.segments.iter().map(|s| s.size).fold(0, u64::saturating_add);
             notes.push(format!(
                 "the trace begins in the middle of a run: {} live in {} blocks and {} reserved in \
                  {} segments before its first event are rebuilt from its end",
@@ -292,7 +297,7 @@ impl Beginning {
         if !self.has(true) {
             return;
         }
-        let held: u64 = self.segments.iter().map(|segment| segment.size).sum();
+        let held = self.segments.iter().map(|s| s.size).fold(0, u64::saturating_add);
         let room = room_at_least(held, changes);
         let mut ranges: Vec<Range> = Vec::new();
         let mut parts = Vec::new();

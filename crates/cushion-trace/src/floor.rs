@@ -45,7 +45,10 @@ impl Program {
                 Step::Free { slot } | Step::Rare(Rare::Complete { slot }) => {
                     tally.remove(slot, sizes[slot as usize]);
                 }
-                Step::Rare(Rare::BeginPool(pool)) => window = Some(pool),
+                Step::Rare(Rare::BeginPool(pool)) => {
+                    tally.pools.entry(pool).or_default().released = false;
+                    window = Some(pool);
+                }
                 Step::Rare(Rare::EndPool) => window = None,
                 Step::Rare(Rare::ReleasePool(pool)) => tally.release(pool),
                 Step::Rare(Rare::Refused { size, .. }) if with_refused => {

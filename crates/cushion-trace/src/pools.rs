@@ -109,7 +109,7 @@ pub(crate) fn infer(
     follow: impl Fn(&Labels) -> Option<Departure>,
 ) -> Labels {
     // Keep the whole effort to seconds.
-    let mut trials = (50_000_000 / effort.max(1)).clamp(4, 400);
+    let mut trials = (50_000_000 / effort.max(1)).clamp(1, 400);
     let requests = Requests::of(events, start);
     let mut best = labels.clone();
     let mut now = labels;

@@ -28,7 +28,7 @@ use crate::beginning::Beginning;
 use crate::events::{Events, Window};
 use crate::holdings::{self, HoldingId, Holdings};
 use crate::pools::{self, Labels};
-use crate::replay::follow;
+use crate::replay::{UNLIMITED, follow};
 use crate::snapshot::{Action, Event, Origin, Segment, Settings, Snapshot};
 use crate::steps::{MOST, Rare, Slot, Steps};
 
@@ -142,9 +142,12 @@ impl Recording<'_> {
 
     /// What a run takes, in events: what was there before is put back page by page.
     fn effort(&self) -> u64 {
-        let held = self.beginning.segments.iter().map(|segment| segment.size);
-        let pages = held.fold(0, u64::saturating_add) / SMALL_SEGMENT;
-        (self.events.len() as u64).saturating_add(pages.saturating_mul(16))
+        let pages = self.beginning.segments.iter().map(|segment| {
+            segment.size
+                / if segment.small { SMALL_SEGMENT } else { self.options.large_segment_size }
+        });
+        let pages = pages.fold(0, u64::saturating_add);
+        (self.events.len() as u64).saturating_add(pages.saturating_mul(64))
     }
 
     fn program(&self, labels: &Labels) -> Program {
@@ -546,7 +549,7 @@ fn device_total(events: &Events, start: &Holdings) -> Option<u64> {
         }
     }
     // No device is that large: the events are not PyTorch's.
-    Some((nearest? - apart / 4) / 9 * 8).filter(|&total| total <= 64 << 40)
+    Some((nearest? - apart / 4) / 9 * 8).filter(|&total| total <= UNLIMITED)
 }
 
 fn narrow(index: usize) -> u32 {

@@ -56,6 +56,8 @@ pub(crate) struct Run<'a, W> {
     addresses: Vec<u64>,
     /// The work that each pending slot waits for.
     pending: FxHashMap<Slot, (StreamId, u64)>,
+    /// Where a request that PyTorch refused is served at this moment, and its event.
+    retried: Option<(u64, u32)>,
     /// Whether a recorded place is waiting to be used.
     placed: bool,
     /// The private pool that requests go to now.
@@ -104,6 +106,7 @@ impl<'a, W: Watch> Run<'a, W> {
             trial: None,
             addresses: vec![0; slots],
             pending: FxHashMap::default(),
+            retried: None,
             placed: false,
             window: None,
             pool_uses: BTreeMap::new(),
@@ -226,35 +229,44 @@ impl<'a, W: Watch> Run<'a, W> {
                     self.begin_pool(pools[slot]);
                 }
             }
-            let got = self.alloc(0, block.requested, StreamId(block.stream), None)?;
-            self.addresses[slot] = got.ok_or(Stop::OutOfMemory(0))?;
+            match self.alloc(0, block.requested, StreamId(block.stream), None)? {
+                Some(address) => self.addresses[slot] = address,
+                None => return self.too_much_at_the_beginning(),
+            }
         }
         self.end_pool();
         self.seen.difference = None;
-        self.fit_beginning()?;
+        if let Some(capacity) = self.capacity {
+            // PyTorch held what it held; under a lower limit it would have given back what it could.
+            if self.engine.live_and_reserved().1 > capacity {
+                self.engine.empty_cache()?;
+            }
+            if self.engine.live_and_reserved().1 > capacity {
+                return self.too_much_at_the_beginning();
+            }
+        }
+        self.count_from_here();
+        Ok(())
+    }
+
+    /// What was there before is nobody's doing.
+    fn count_from_here(&mut self) {
         self.engine.reset_accumulated_stats();
         self.engine.reset_peak_stats();
         self.driver.reset_counts();
         self.note_peaks(0);
-        Ok(())
     }
 
-    /// PyTorch held what it held; under a lower limit it would have had to give back what it could.
-    fn fit_beginning(&mut self) -> Result<(), Stop> {
-        let Some(capacity) = self.capacity else { return Ok(()) };
-        if self.engine.live_and_reserved().1 > capacity {
-            self.engine.empty_cache()?;
-        }
+    fn too_much_at_the_beginning(&mut self) -> Result<(), Stop> {
+        self.count_from_here();
         let (live, reserved) = self.engine.live_and_reserved();
-        if reserved <= capacity {
-            return Ok(());
-        }
+        self.seen.difference = None;
         self.seen.oom = Some(Refusal {
             event: 0,
             requested: 0,
-            live,
+            live: self.program.beginning.live(),
             reserved,
-            largest_free: 0,
+            largest_free: reserved.saturating_sub(live),
             recorded: false,
             at_beginning: true,
         });
@@ -353,7 +365,8 @@ impl<'a, W: Watch> Run<'a, W> {
                 if private.is_some() {
                     self.end_pool();
                 }
-                if got.is_some() {
+                if let Some(address) = got {
+                    self.retried = Some((address, event));
                     self.note_peaks(event);
                     self.look(event);
                 }
@@ -363,6 +376,7 @@ impl<'a, W: Watch> Run<'a, W> {
                 if let Some(address) = got {
                     // It fits here. What PyTorch's program did next, it did without this memory.
                     let _ = self.engine.free(address);
+                    self.retried = None;
                 }
             }
             Rare::EmptyCache { plain, events, before } => {
@@ -408,7 +422,8 @@ impl<'a, W: Watch> Run<'a, W> {
         let before = self.program.beginning.blocks.iter().map(|_| None);
         let requests = self.program.steps.requests().iter().map(|r| Some(u64::from(r.event)));
         let by_slot = self.addresses.iter().copied().zip(before.chain(requests));
-        by_slot.filter(|&(address, _)| address != 0).collect()
+        let retried = self.retried.map(|(address, event)| (address, Some(u64::from(event))));
+        by_slot.filter(|&(address, _)| address != 0).chain(retried).collect()
     }
 
     /// Gives everything cached back; a trial compares what that was with what PyTorch gave back.

@@ -125,8 +125,10 @@ mod tests {
         for policy in Policy::ALL {
             let outcome = replay(&program, &config(policy, Some(100 << 20))).unwrap();
             let refusal = outcome.oom.expect("260 MiB are live at the beginning");
-            assert_eq!(refusal.event, 0, "{policy}");
+            assert!(refusal.at_beginning && !refusal.recorded, "{policy}: {refusal:?}");
+            assert_eq!((refusal.event, refusal.live >> 20), (0, 260), "{policy}");
             assert_eq!(outcome.allocs, 0, "{policy}");
+            assert_eq!(outcome.driver.total(), 0, "{policy}: rebuilding is not counted");
         }
     }
 
