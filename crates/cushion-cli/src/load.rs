@@ -4,7 +4,7 @@ use std::io::{self, Write};
 use std::path::Path;
 
 use anyhow::{Context as _, bail};
-use cushion_trace::{Limits, Program, Snapshot, open_with, read_with};
+use cushion_trace::{Limits, Origin, Program, Snapshot, open_with, read_with};
 
 use crate::Streams;
 
@@ -29,7 +29,7 @@ pub(crate) fn load<O: Write, T: Write>(
     let count = snapshot.devices.len();
     let device = match device {
         Some(device) if device < count => device,
-        Some(device) => bail!("no device {device}: the trace has {count}"),
+        Some(device) => bail!("no device {device}: the trace has {count}, counted from 0"),
         None => {
             let most = (0..count).rev().max_by_key(|&device| snapshot.devices[device].len());
             most.context("the trace has no device")?
@@ -40,10 +40,13 @@ pub(crate) fn load<O: Write, T: Write>(
     let program = Program::of(&snapshot, device);
     streams.end();
     if program.is_empty() {
-        bail!(
-            "no allocations were recorded on device {device}: was \
-             torch.cuda.memory._record_memory_history() called before the run?"
-        );
+        if program.origin == Origin::Torch {
+            bail!(
+                "no allocations were recorded on device {device}: was \
+                 torch.cuda.memory._record_memory_history() called before the run?"
+            );
+        }
+        bail!("no allocations were recorded");
     }
     if busy > 1 {
         streams.talk(format_args!(

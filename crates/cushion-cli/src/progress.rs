@@ -8,7 +8,7 @@ const PATIENCE: Duration = Duration::from_millis(400);
 /// The line is drawn no more often.
 const PACE: Duration = Duration::from_millis(100);
 /// Cells of the bar.
-const CELLS: u64 = 30;
+const CELLS: usize = 30;
 
 /// The progress of one piece of work after the other.
 #[derive(Debug)]
@@ -72,8 +72,8 @@ fn line(what: &str, done: u64, total: Option<u64>) -> String {
     };
     let done = u128::from(done.min(total));
     let part = |of: u64| u64::try_from(done * u128::from(of) / u128::from(total)).unwrap_or(of);
-    let filled = usize::try_from(part(CELLS)).unwrap_or(0);
-    let bar = format!("{}{}", "#".repeat(filled), ".".repeat(30 - filled));
+    let filled = usize::try_from(part(CELLS as u64)).unwrap_or(0);
+    let bar = format!("{}{}", "#".repeat(filled), ".".repeat(CELLS - filled));
     format!("{what}  [{bar}] {:3} %", part(100))
 }
 

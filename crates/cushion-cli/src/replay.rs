@@ -57,8 +57,8 @@ fn one_trace<O: Write, T: Write>(
     streams: &mut Streams<O, T>,
 ) -> anyhow::Result<Verdict> {
     let Loaded { name, snapshot, device, program } = load(path, args.device, streams)?;
-    // With a limit, requests that PyTorch refused are tried again.
-    let floor = program.floor_bytes(args.capacity.is_some());
+    // With a limit, and on the smallest device, requests that PyTorch refused are tried again.
+    let floor = program.floor_bytes(args.capacity.is_some() || args.min_capacity);
     let mut verdict = Verdict::Fits;
     for &policy in args.policy.policies() {
         let config = ReplayConfig {
@@ -91,8 +91,7 @@ fn one_trace<O: Write, T: Write>(
                 .context("the simulated device refused a call")?;
             if smallest.is_none() {
                 streams.talk(format_args!(
-                    "{name}: {policy}: no device is large enough: one request is for more than \
-                     1 TiB"
+                    "{name}: {policy}: it needs more than 1 TiB, the largest device that is tried"
                 ));
             }
             if smallest.is_some_and(|bytes| bytes < program.floor_bytes(true)) {
@@ -175,7 +174,10 @@ fn smallest_device<O: Write, T: Write>(
 fn stack_of(refusal: &Refusal, events: &Events, stacks: &Stacks) -> Vec<String> {
     let event = usize::try_from(refusal.event).ok().filter(|_| !refusal.at_beginning);
     let stack = event.and_then(|event| events.get(event)).and_then(|event| event.stack);
-    let line = |frame: &Frame| format!("{}:{} {}", frame.filename, frame.line, frame.name);
+    // Names are anybody's: nothing in them moves the cursor or breaks a line.
+    let plain = |name: &str| name.replace(char::is_control, "\u{fffd}");
+    let line =
+        |frame: &Frame| format!("{}:{} {}", plain(&frame.filename), frame.line, plain(&frame.name));
     stack.map(|stack| stacks.frames(stack).map(line).collect()).unwrap_or_default()
 }
 
@@ -183,8 +185,9 @@ fn stack_of(refusal: &Refusal, events: &Events, stacks: &Stacks) -> Vec<String> 
 fn caveats(program: &Program, outcome: &Outcome) -> Vec<String> {
     let mut lines = Vec::new();
     if outcome.refusals_passed_over > 0 {
+        let who = if program.origin == Origin::Torch { "PyTorch" } else { "the recorded run" };
         lines.push(format!(
-            "{} requests that PyTorch refused are passed over; --capacity tries them",
+            "{} requests that {who} refused are passed over; --capacity tries them",
             outcome.refusals_passed_over
         ));
     }
@@ -298,6 +301,7 @@ struct JsonRefusal {
     live: u64,
     reserved: u64,
     largest_free: u64,
+    at_beginning: bool,
     stack: Vec<String>,
 }
 
@@ -337,9 +341,11 @@ impl<'a> Row<'a> {
             pending_frees: outcome.pending_frees,
             hurried_frees: outcome.hurried_frees,
             oom: outcome.oom.map(|refusal| {
-                let Refusal { event, requested, live, reserved, largest_free, .. } = refusal;
+                let Refusal {
+                    event, requested, live, reserved, largest_free, at_beginning, ..
+                } = refusal;
                 let stack = self.stack.clone();
-                JsonRefusal { event, requested, live, reserved, largest_free, stack }
+                JsonRefusal { event, requested, live, reserved, largest_free, at_beginning, stack }
             }),
         }
     }
@@ -414,7 +420,7 @@ fn in_words(refusal: &Refusal) -> String {
     let &Refusal { event, requested, live, reserved, largest_free, .. } = refusal;
     let held = format!("{} live and {} reserved", display(live), display(reserved));
     if refusal.at_beginning {
-        return format!("before the first event there are {held} already, which is too much.");
+        return format!("before the first event there were {held}, which does not fit.");
     }
     format!(
         "at event {event} a request of {} was refused, with {held}; the largest free range was {}.",

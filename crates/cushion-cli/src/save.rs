@@ -4,6 +4,8 @@ use std::fs::{self, File};
 use std::io;
 use std::path::Path;
 
+use anyhow::bail;
+
 /// Writes the file at `path` with `write`, whole or not at all.
 pub(crate) fn save<R>(
     path: &Path,
@@ -19,6 +21,9 @@ pub(crate) fn save<R>(
         Some(folder) if folder != Path::new("") => folder,
         _ => Path::new("."),
     };
+    if !folder.is_dir() {
+        bail!("there is no folder {}", folder.display());
+    }
     let mut builder = tempfile::Builder::new();
     builder.prefix(".cushion-");
     #[cfg(unix)]

@@ -16,7 +16,7 @@
 
 use std::collections::BTreeMap;
 
-use cushion_core::size::{MIN_BLOCK, SMALL_REQUEST, SMALL_SEGMENT, block_size, display};
+use cushion_core::size::{GIB, MIN_BLOCK, SMALL_REQUEST, SMALL_SEGMENT, block_size, display};
 use cushion_core::{HeldBlock, HeldSegment, Options, PoolId, StreamId};
 use rustc_hash::{FxHashMap, FxHashSet};
 
@@ -87,6 +87,7 @@ impl Beginning {
         beginning.segments = walk_back(&changes, segments);
         beginning.left_out += beginning.drop_impossible();
         beginning.settle(options, events);
+        beginning.left_out += beginning.drop_absurd();
         beginning.find_ranges(&changes, events);
         beginning
     }
@@ -193,6 +194,15 @@ impl Beginning {
             }
             possible
         });
+        (before - self.segments.len()) as u64
+    }
+
+    /// Leaves out what would take long to put back and was never there: so much memory for small
+    /// requests, in pages of 2 MiB.
+    fn drop_absurd(&mut self) -> u64 {
+        let before = self.segments.len();
+        let most = 64 * GIB;
+        self.segments.retain(|s| s.range.is_none() || !s.small || s.size <= most);
         (before - self.segments.len()) as u64
     }
 

@@ -20,6 +20,7 @@ function drawChart() {
   ];
   byId("time-caption").textContent =
     `Live is recorded and is the same under every policy; reserved is simulated for each. ` +
+    (report.capacity && trace.oom ? "Where a request that PyTorch refused fits, live has it for a moment. " : "") +
     (trace.events > timeline.buckets
       ? `${number(trace.events)} events are drawn in ${number(timeline.buckets)} steps; each keeps its least and its most, so every peak is there. `
       : "Every event is drawn. ") +

@@ -46,7 +46,7 @@ pub(crate) struct Trace {
     /// The text of `PYTORCH_CUDA_ALLOC_CONF`, where the file has one.
     pub(crate) conf: Option<String>,
     /// The policy PyTorch ran with.
-    pub(crate) policy: &'static str,
+    pub(crate) policy: Option<&'static str>,
     /// The ladder the replays ran with.
     pub(crate) ladder: &'static str,
     pub(crate) begins_in_the_middle: bool,
@@ -109,6 +109,8 @@ pub(crate) struct PolicyRun {
     pub(crate) allocs: u64,
     /// ... this many were put where PyTorch put them; `None` under another policy.
     pub(crate) same_address: Option<u64>,
+    /// Whether it ended where PyTorch's run went on.
+    pub(crate) left_early: bool,
     pub(crate) refusal: Option<RefusalAt>,
     /// Reserved bytes over the events.
     pub(crate) reserved: Curve,

@@ -44,14 +44,18 @@ pub(crate) fn findings(report: &Report) -> Vec<Finding> {
     let mut say = |tone, text: Option<String>| {
         found.extend(text.map(|text| Finding { tone, text }));
     };
-    let (tone, text) = match report.capacity {
-        Some(capacity) => on_a_device(report, capacity),
-        None => to_gain(report),
-    };
-    say(tone, Some(text));
-    say(Tone::Bad, recorded_failure(report));
+    if let Some(capacity) = report.capacity {
+        let (tone, text) = on_a_device(report, capacity);
+        say(tone, Some(text));
+        say(Tone::Bad, recorded_failure(report));
+    } else {
+        // That it failed comes before what it could have saved.
+        say(Tone::Bad, recorded_failure(report));
+        let (tone, text) = to_gain(report);
+        say(if report.trace.oom.is_some() { Tone::Plain } else { tone }, Some(text));
+    }
     for run in &report.policies {
-        say(Tone::Bad, run.refusal.as_ref().map(|refusal| failure(run, refusal, report.capacity)));
+        say(Tone::Bad, run.refusal.as_ref().map(|refusal| failure(run, refusal, report)));
     }
     if report.capacity.is_some() {
         say(Tone::Plain, saving(report).map(|(text, _)| text));
@@ -148,12 +152,12 @@ fn saving(report: &Report) -> Option<(String, Tone)> {
         (None, _) => String::new(),
     };
     let doubt = if report.trace.begins_in_the_middle {
-        "; that takes it to have held only the live blocks when the trace began"
+        " This assumes that it held only the live blocks when the trace began."
     } else {
         ""
     };
     let text = format!(
-        "{} {verb} {} of reserved memory{over} ({}){}{doubt}.",
+        "{} {verb} {} of reserved memory{over} ({}){}.{doubt}",
         setting(to),
         display(saved),
         percent(saved, from.reserved_peak),
@@ -182,17 +186,23 @@ fn recorded_failure(report: &Report) -> Option<String> {
     } else {
         format!("To serve it the run needs {}.", list(need.iter().map(String::as_str)))
     };
-    Some(format!(
-        "The recorded run itself ran out of memory under {}: at event {} PyTorch refused a request \
-         of {}{more}. {need}",
-        run.name,
-        thousands(oom.event),
-        display(oom.requested)
-    ))
+    let (at, size) = (thousands(oom.event), display(oom.requested));
+    Some(if run.recorded {
+        format!(
+            "The recorded run itself ran out of memory under {}: at event {at} PyTorch refused a \
+             request of {size}{more}. {need}",
+            run.name
+        )
+    } else {
+        format!(
+            "The recorded run itself ran out of memory: at event {at} a request of {size} \
+             failed{more}. {need}"
+        )
+    })
 }
 
 /// Why a request was refused: too little memory, or memory in pieces.
-fn failure(run: &PolicyRun, refusal: &RefusalAt, capacity: Option<u64>) -> String {
+fn failure(run: &PolicyRun, refusal: &RefusalAt, report: &Report) -> String {
     let RefusalAt { event, requested, live, reserved, largest_free, recorded, .. } = *refusal;
     let too = if recorded { ", as it was by PyTorch" } else { "" };
     let start = format!(
@@ -209,18 +219,24 @@ fn failure(run: &PolicyRun, refusal: &RefusalAt, capacity: Option<u64>) -> Strin
             run.name
         );
     }
-    let unused = capacity.unwrap_or(reserved).saturating_sub(live);
-    if unused >= requested {
-        format!(
-            "{start}: {} of the device is not live, but the largest free block is {}. That is \
-             fragmentation, not a lack of memory.",
-            display(unused),
-            display(largest_free)
-        )
-    } else {
-        let short = requested - unused;
-        format!("{start}: live bytes alone leave it {} short, under any policy.", display(short))
+    let capacity = report.capacity.unwrap_or(reserved);
+    let unused = capacity.saturating_sub(live);
+    if unused < requested {
+        let short = display(requested - unused);
+        return format!("{start}: live bytes alone leave it {short} short, under any policy.");
     }
+    if report.floor_device > capacity {
+        let floor = display(report.floor_device);
+        return format!(
+            "{start}. No allocator could serve the whole trace here: its floor is {floor}."
+        );
+    }
+    format!(
+        "{start}: {} of the device is not live, but the largest free block is {}. That is \
+         fragmentation, not a lack of memory.",
+        display(unused),
+        display(largest_free)
+    )
 }
 
 /// How much of the reserved memory was free at the peak.
@@ -251,19 +267,19 @@ fn largest_origin(report: &Report) -> Option<String> {
     let peak = &report.peak;
     let group = peak.groups.iter().find(|group| !matches!(group.origin, Origin::Before))?;
     let share = percent(group.bytes, peak.live);
-    let count = match group.count {
-        1 => "one allocation".to_owned(),
-        count => format!("{} allocations", thousands(count)),
+    let (count, hold) = match group.count {
+        1 => ("one allocation".to_owned(), "holds"),
+        count => (format!("{} allocations", thousands(count)), "hold"),
     };
     let what = match &group.origin {
         Origin::Site(site) => {
             let frames = report.sites.get(*site as usize)?.iter();
             let frames = frames.filter_map(|&frame| report.frames.get(frame as usize));
             let place = telling(frames.map(String::as_str))?;
-            format!("{count} made in {place} hold {}", display(group.bytes))
+            format!("{count} made in {place} {hold} {}", display(group.bytes))
         }
         Origin::Size { size, stream } => {
-            format!("{count} of {} on {stream} hold {}", display(*size), display(group.bytes))
+            format!("{count} of {} on {stream} {hold} {}", display(*size), display(group.bytes))
         }
         Origin::Before => return None,
     };
@@ -333,6 +349,9 @@ fn trust(report: &Report) -> (Tone, Option<String>) {
     let Some(run) = recorded(report) else { return (Tone::Plain, None) };
     let Some(same) = run.same_address else { return (Tone::Plain, None) };
     let (name, all) = (run.name, thousands(run.allocs));
+    if run.allocs == 0 || run.left_early {
+        return (Tone::Plain, None);
+    }
     if same == run.allocs {
         let text = format!(
             "The replay under {name} is what PyTorch did: all {all} allocations are at the address \
@@ -349,7 +368,9 @@ fn trust(report: &Report) -> (Tone, Option<String>) {
 }
 
 fn recorded(report: &Report) -> Option<&PolicyRun> {
-    report.policies.iter().find(|run| run.recorded)
+    let recorded = report.policies.iter().find(|run| run.recorded);
+    // A trace of another allocator's is compared with the first.
+    recorded.or(report.policies.first())
 }
 
 /// The smallest card, by the GB it is sold as, that leaves the allocator so many bytes.

@@ -7,8 +7,8 @@ use anyhow::Context as _;
 use cushion_core::size::display;
 use cushion_core::{BlockUse, DriverError, Ladder, Policy, StreamId};
 use cushion_trace::{
-    Action, BlockState, CAPACITY_STEP, Event, Outcome, Program, ReplayConfig, Snapshot, StackId,
-    min_capacity, replay_watched, state_at,
+    Action, BlockState, CAPACITY_STEP, Event, Origin as TraceOrigin, Outcome, Program,
+    ReplayConfig, Snapshot, StackId, min_capacity, replay_watched, state_at,
 };
 
 use crate::Streams;
@@ -50,10 +50,18 @@ pub(crate) fn gather<O: Write, T: Write>(
     }
     // What is live does not depend on the policy, but for how far a run got and what was refused: look
     // at the one that served most, and of equals at the recorded one.
-    let longest = runs
+    let mut longest = runs
         .iter()
         .max_by_key(|run| (run.shown.events, run.shown.live_peak, run.shown.recorded))
         .context("there is no policy")?;
+    // What was recorded does not end where every replay failed.
+    let whole;
+    let unlimited = Request { capacity: None, name: request.name.clone(), ..*request };
+    let mut at_peak = request;
+    if longest.shown.events < program.events {
+        whole = unlimited.replay(longest.policy).context(bug)?;
+        (longest, at_peak) = (&whole, &unlimited);
+    }
     let (peak_event, policy) = (longest.shown.live_peak_event, longest.policy);
     let (times, duration_us) =
         series::times(request.events().map(|event| event.time_us), program.events).unzip();
@@ -68,7 +76,7 @@ pub(crate) fn gather<O: Write, T: Write>(
     let (lives, mut lifetimes) = life::follow(request.events(), peak_event, has_times);
     // A page keeps so many stacks: those listed come before those that a map may show.
     let mut sites = Sites::new(&snapshot.stacks);
-    let peak = request.peak(peak_event, policy, &lives, &mut sites).context(bug)?;
+    let peak = at_peak.peak(peak_event, policy, &lives, &mut sites).context(bug)?;
     for run in &mut runs {
         request.map(run, &lives, &mut sites).context(bug)?;
     }
@@ -116,6 +124,11 @@ impl Request<'_> {
         self.snapshot.devices[self.device].get(usize::try_from(at).ok()?)
     }
 
+    /// Whether what was allocated at `event` is live to the end. A request that PyTorch refused is not.
+    fn is_kept(&self, event: u64, lives: &Lives) -> bool {
+        lives.end(event).is_none() && self.event(event).is_some_and(|e| e.action == Action::Alloc)
+    }
+
     fn stack_of(&self, event: u64) -> Option<StackId> {
         self.event(event)?.stack
     }
@@ -129,8 +142,19 @@ impl Request<'_> {
         policy: Policy,
         streams: &mut Streams<O, T>,
     ) -> Result<Run, DriverError> {
-        let (program, config) = (self.program, self.config(policy));
         streams.begin(format!("replaying {} under {policy}", self.name));
+        let mut run = self.replay(policy)?;
+        let config = ReplayConfig { capacity: None, ..self.config(policy) };
+        run.shown.smallest = min_capacity(self.program, &config, |runs, of| {
+            streams.update(u64::from(runs), Some(u64::from(of)));
+        })?;
+        run.shown.card = run.shown.smallest.and_then(findings::card_for);
+        streams.end();
+        Ok(run)
+    }
+
+    fn replay(&self, policy: Policy) -> Result<Run, DriverError> {
+        let (program, config) = (self.program, self.config(policy));
         let mut recorder = Recorder::new(program.events, program.begins_in_the_middle());
         let outcome = replay_watched(program, &config, &mut recorder)?;
         let Outcome { live_peak, reserved_peak, .. } = outcome;
@@ -139,11 +163,6 @@ impl Request<'_> {
             (outcome.live_peak_event, live_peak),
             (outcome.reserved_peak_event, reserved_peak),
         );
-        let smallest =
-            min_capacity(program, &ReplayConfig { capacity: None, ..config }, |runs, of| {
-                streams.update(u64::from(runs), Some(u64::from(of)));
-            })?;
-        streams.end();
         let refusal = outcome.oom.map(|refusal| RefusalAt {
             event: refusal.event,
             requested: refusal.requested,
@@ -157,19 +176,20 @@ impl Request<'_> {
         let shown = PolicyRun {
             name: policy.name(),
             about: findings::about(policy.name()),
-            recorded: policy == program.policy,
+            recorded: policy == program.policy && program.origin == TraceOrigin::Torch,
             events: outcome.events,
             live_peak,
             live_peak_event: live.peak_event,
             reserved_peak,
             reserved_peak_event: reserved.peak_event,
             excess: outcome.excess(),
-            smallest,
-            card: smallest.and_then(findings::card_for),
+            smallest: None,
+            card: None,
             driver_us: crate::replay::microseconds(outcome.driver.nanos),
             retries: outcome.retries,
             allocs: outcome.allocs,
             same_address: outcome.same_address,
+            left_early: outcome.oom.is_some_and(|refusal| !refusal.recorded),
             refusal,
             reserved: reserved.curve,
             map: AddressMap::default(),
@@ -186,12 +206,14 @@ impl Request<'_> {
         let mut moment = run.shown.reserved_peak_event;
         if let Some(refusal) = &mut run.shown.refusal {
             moment = refusal.event;
-            refusal.site = site(refusal.event);
+            if !refusal.at_beginning {
+                refusal.site = site(refusal.event);
+            }
         }
         let state = state_at(self.program, &self.config(run.policy), moment)?;
         let source = |address| {
             let event = state.allocated_by.get(&address).copied().flatten();
-            Source { event, kept: event.is_some_and(|event| lives.end(event).is_none()) }
+            Source { event, kept: event.is_some_and(|event| self.is_kept(event, lives)) }
         };
         let most = MOST_RECTS / Policy::ALL.len();
         run.shown.map = map::draw(&state.snapshot, moment, most, source, site);
@@ -213,7 +235,7 @@ impl Request<'_> {
             events: self.program.events,
             allocs: self.program.allocs,
             conf: self.snapshot.settings.conf.clone().filter(|conf| !conf.is_empty()),
-            policy: self.program.policy.name(),
+            policy: (self.program.origin == TraceOrigin::Torch).then(|| self.program.policy.name()),
             ladder: self.ladder.name(),
             begins_in_the_middle: self.program.begins_in_the_middle(),
             duration_us,
@@ -233,7 +255,8 @@ impl Request<'_> {
         let old_stacks =
             if policy == self.program.policy { self.old_stacks() } else { HashMap::new() };
         let mut groups: HashMap<Key, PeakGroup> = HashMap::new();
-        let mut peak = Peak { event, policy: policy.name(), ..Peak::default() };
+        let has_stacks = !self.snapshot.stacks.is_empty();
+        let mut peak = Peak { event, policy: policy.name(), has_stacks, ..Peak::default() };
         for segment in &state.snapshot.segments {
             for block in segment.blocks.iter().filter(|block| block.use_ != BlockUse::Free) {
                 let made = state.allocated_by.get(&block.address).copied().flatten();
@@ -242,7 +265,6 @@ impl Request<'_> {
                     Some(Some(stack)) => Key::Stack(stack),
                     Some(None) => Key::Size(block.requested, segment.stream),
                 };
-                peak.has_stacks |= matches!(key, Key::Stack(_));
                 peak.live += block.requested;
                 peak.allocations += 1;
                 let group = groups.entry(key).or_default();
@@ -253,7 +275,7 @@ impl Request<'_> {
                     peak.from_before.count += 1;
                     peak.from_before.at_peak += block.requested;
                 }
-                if made.is_some_and(|made| lives.end(made).is_none()) {
+                if made.is_some_and(|made| self.is_kept(made, lives)) {
                     group.kept += block.requested;
                 }
             }
@@ -321,7 +343,13 @@ impl Request<'_> {
                     .to_owned(),
             );
         }
-        if self.snapshot.stacks.is_empty() {
+        if self.program.origin != TraceOrigin::Torch {
+            notes.push(
+                "The trace is not PyTorch's: it has requests and frees, but tells nothing of how its \
+                 allocator laid memory out."
+                    .to_owned(),
+            );
+        } else if self.snapshot.stacks.is_empty() {
             notes.push(
                 "No stacks were recorded, so allocations are told apart by size and stream. \
                  torch.cuda.memory._record_memory_history(stacks=\"python\") records stacks."
@@ -339,7 +367,7 @@ impl Request<'_> {
         let passed_over = runs.iter().map(|run| run.refusals_passed_over).max().unwrap_or(0);
         if passed_over > 0 {
             notes.push(format!(
-                "What PyTorch refused ({passed_over} of the requests) is passed over in the curves, \
+                "What was refused when it was recorded ({passed_over} of the requests) is passed over in the curves, \
                  which have no limit; the smallest device includes it."
             ));
         }

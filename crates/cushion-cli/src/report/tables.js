@@ -36,8 +36,8 @@ function drawHead() {
     ? `out of memory at event ${number(trace.oom.event)}` + (trace.oom.count > 1 ? ` (${plural(trace.oom.count, "refusal", "refusals")})` : "")
     : "no out-of-memory error recorded";
   const facts = [
-    ["Recorded policy", `${trace.policy} (${aboutPolicy(trace.policy)})`],
-    ["PYTORCH_CUDA_ALLOC_CONF", trace.conf || "not set"],
+    ["Recorded policy", trace.policy ? `${trace.policy} (${aboutPolicy(trace.policy)})` : "another allocator's"],
+    trace.policy ? ["PYTORCH_CUDA_ALLOC_CONF", trace.conf || "not set"] : null,
     ["Device", trace.devices > 1 ? `${trace.device} (of ${trace.devices} with events)` : String(trace.device)],
     ["Events", number(trace.events)],
     ["Allocations", number(trace.allocs)],
@@ -129,7 +129,7 @@ function drawFailures() {
     .map((head, index) => ({ head, num: index > 0 && index < 6 }));
   const rows = failed.map(({ name, refusal }) => [
     [name, sub(refusal.recorded ? "PyTorch refused it too" : "only in this replay")],
-    number(refusal.event), bytes(refusal.requested), bytes(refusal.live), bytes(refusal.reserved), bytes(refusal.largest_free),
+    refusal.at_beginning ? "before the first" : number(refusal.event), refusal.at_beginning ? "–" : bytes(refusal.requested), bytes(refusal.live), bytes(refusal.reserved), bytes(refusal.largest_free),
     refusal.site === null ? "no stack recorded" : where(refusal.site),
   ]);
   byId("failure-list").append(table("Where memory ran out", columns, rows, "cards"));
@@ -149,7 +149,7 @@ function drawLargest() {
   byId("largest-caption").textContent =
     `${bytes(peak.live)} in ${plural(peak.allocations, "allocation", "allocations")} were live at event ${number(peak.event)}, ` +
     `grouped by ${peak.has_stacks ? "the stack that asked for them" : "size and stream, because no stacks were recorded"}. ` +
-    "Recorded, and the same under every policy.";
+    (report.capacity && report.trace.oom ? `As replayed under ${peak.policy}, with what PyTorch refused where it fits.` : "Recorded, and the same under every policy.");
   const most = Math.max(1, ...peak.groups.map((group) => group.bytes));
   const columns = [
     { head: "where" }, { head: "bytes", num: true }, { head: "share", cls: "sharecell" },
