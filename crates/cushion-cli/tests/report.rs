@@ -114,6 +114,27 @@ mod tests {
     }
 
     /// The page asks nothing of a network, by its own rules and by having nothing to ask for.
+    /// A request that PyTorch refused, served here, is neither from before the trace nor kept.
+    #[test]
+    fn what_pytorch_refused_is_told_as_what_it_is() {
+        let capped = trace("llama_varlen.capped24");
+        let report = figures(&page(&capped, &["--capacity", "24GiB"]));
+        assert_eq!(report["peak"]["from_before"]["count"], 0);
+        let largest = &report["peak"]["groups"][0];
+        assert_eq!((&largest["largest"], &largest["kept"]), (&4_072_448_000_u64.into(), &0.into()));
+        // Where every policy fails early, what was recorded is shown to its end.
+        let report = figures(&page(&trace("vision_multires.midrun"), &["--capacity", "200MiB"]));
+        assert_eq!(report["timeline"]["live_peak"], 10_044_266_512_u64);
+        for run in report["policies"].as_array().unwrap() {
+            assert_eq!(run["refusal"]["at_beginning"], true);
+            assert_eq!(run["refusal"]["recorded"], false);
+            assert!(run["reserved_peak"].as_u64().unwrap() < 14 << 30);
+        }
+        let findings = report["findings"].to_string();
+        assert!(!findings.contains("is what PyTorch did"), "{findings}");
+        assert!(!findings.contains("fragmentation"), "{findings}");
+    }
+
     #[test]
     fn the_page_is_complete_in_itself() {
         let page = page(&trace("graphs_serving"), &[]);

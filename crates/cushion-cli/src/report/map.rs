@@ -155,7 +155,10 @@ fn label(pool: PoolId, stream: StreamId, small: bool) -> String {
     let pool = if pool == PoolId::DEFAULT {
         String::new()
     } else {
-        format!("private pool {}.{}, ", pool.0, pool.1)
+        // Pools that the trace does not name are numbered from the end.
+        let kind = if pool.0 == u64::MAX { "inferred " } else { "" };
+        let first = if pool.0 == u64::MAX { String::new() } else { format!("{}.", pool.0) };
+        format!("private pool {kind}{first}{}, ", pool.1)
     };
     let kind = if small { "small" } else { "large" };
     format!("{pool}{}, {kind} blocks", name_of(stream))
