@@ -186,10 +186,10 @@ fn caveats(program: &Program, outcome: &Outcome) -> Vec<String> {
     let mut lines = Vec::new();
     if outcome.refusals_passed_over > 0 {
         let who = if program.origin == Origin::Torch { "PyTorch" } else { "the recorded run" };
-        lines.push(format!(
-            "{} requests that {who} refused are passed over; --capacity tries them",
-            outcome.refusals_passed_over
-        ));
+        lines.push(match outcome.refusals_passed_over {
+            1 => format!("a request that {who} refused is passed over; --capacity tries it"),
+            n => format!("{n} requests that {who} refused are passed over; --capacity tries them"),
+        });
     }
     if outcome.hurried_frees > 0 {
         lines.push(format!(

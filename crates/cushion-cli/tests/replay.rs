@@ -197,7 +197,7 @@ graphs_serving.pickle.gz  expandable    3607   4.14 GiB  4.27 GiB       4.84 GiB
     fn a_refused_request_is_passed_over_without_a_limit() {
         let output = cushion(&["replay", &trace("llama_varlen.capped24"), "--json"]);
         assert_eq!(output.status.code(), Some(0));
-        assert!(text(&output.stderr).contains("--capacity tries them"));
+        assert!(text(&output.stderr).contains("--capacity tries it"));
     }
 
     #[test]

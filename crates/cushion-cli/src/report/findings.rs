@@ -251,14 +251,16 @@ fn holes(report: &Report) -> Option<String> {
         return None; // Told with the failure.
     }
     Some(format!(
-        "When {} held the most, {} was live of {} reserved; {} ({}) was free, in {} holes, the largest {}.",
+        "When {} held the most, {} was live of {} reserved; {} ({}) was free, {}.",
         run.name,
         display(map.live + map.pending),
         display(map.reserved),
         display(map.free),
         percent(map.free, map.reserved),
-        thousands(map.holes),
-        display(largest)
+        match map.holes {
+            1 => "in one hole".to_owned(),
+            holes => format!("in {} holes, the largest {}", thousands(holes), display(largest)),
+        }
     ))
 }
 
