@@ -101,18 +101,21 @@ impl Beginning {
         self.blocks.iter().map(|block| block.requested).fold(0, u64::saturating_add)
     }
 
+    /// Bytes of all segments.
+    fn reserved(&self) -> u64 {
+        self.segments.iter().map(|segment| segment.size).fold(0, u64::saturating_add)
+    }
+
     /// What could not be known, in words.
     pub(crate) fn notes(&self) -> Vec<String> {
         let mut notes = Vec::new();
         if !self.is_empty() {
-            let live = self.live();
-            let held = self.segments.iter().map(|s| s.size).fold(0, u64::saturating_add);
             notes.push(format!(
                 "the trace begins in the middle of a run: {} live in {} blocks and {} reserved in \
                  {} segments before its first event are rebuilt from its end",
-                display(live),
+                display(self.live()),
                 self.blocks.len(),
-                display(held),
+                display(self.reserved()),
                 self.segments.len()
             ));
         }
@@ -307,8 +310,7 @@ impl Beginning {
         if !self.has(true) {
             return;
         }
-        let held = self.segments.iter().map(|s| s.size).fold(0, u64::saturating_add);
-        let room = room_at_least(held, changes);
+        let room = room_at_least(self.reserved(), changes);
         let mut ranges: Vec<Range> = Vec::new();
         let mut parts = Vec::new();
         for segment in self.segments.iter().filter(|segment| segment.range.is_some()) {

@@ -5,11 +5,12 @@
 //! for is checked, but not kept. JSON has no references, so each frame of each event is written out:
 //! their places in the arena are used again at once.
 
-use crate::arena::{Arena, StrId, Value};
+use crate::arena::Arena;
 use crate::detect::BOM;
 use crate::error::{Format, TraceError};
 use crate::snapshot::Name;
 use crate::source::{CHUNK, Source};
+use crate::value::{StrId, Value};
 
 /// The machine that reads a JSON text.
 #[derive(Debug)]

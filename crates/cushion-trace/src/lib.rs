@@ -31,6 +31,7 @@ mod snapshot;
 mod source;
 mod stacks;
 mod steps;
+mod value;
 mod viewer;
 mod write;
 mod zstd;

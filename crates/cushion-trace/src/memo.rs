@@ -7,8 +7,8 @@
 
 use std::collections::HashMap;
 
-use crate::arena::{StrId, Value};
 use crate::stacks::{FrameId, StackId};
+use crate::value::{StrId, Value};
 
 /// Entries packed together.
 const RUN: usize = 4096;

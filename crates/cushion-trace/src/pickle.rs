@@ -6,9 +6,10 @@
 //! almost all of it events, so a dict with an `action` becomes a compact event as its items
 //! arrive, moves into its list when it is appended, and gives its place to the next dict.
 
-use crate::arena::{Arena, Value};
+use crate::arena::Arena;
 use crate::error::{Format, TraceError};
 use crate::source::{CHUNK, Source};
+use crate::value::Value;
 
 macro_rules! opcodes {
     ($($name:ident = $byte:literal),* $(,)?) => {

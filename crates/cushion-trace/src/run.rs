@@ -259,14 +259,16 @@ impl<'a, W: Watch> Run<'a, W> {
 
     fn too_much_at_the_beginning(&mut self) -> Result<(), Stop> {
         self.count_from_here();
-        let (live, reserved) = self.engine.live_and_reserved();
+        let held = self.engine.snapshot();
+        let blocks = held.segments.iter().flat_map(|segment| &segment.blocks);
+        let free = blocks.filter(|block| block.use_ == BlockUse::Free).map(|block| block.size);
         self.seen.difference = None;
         self.seen.oom = Some(Refusal {
             event: 0,
             requested: 0,
             live: self.program.beginning.live(),
-            reserved,
-            largest_free: reserved.saturating_sub(live),
+            reserved: held.reserved,
+            largest_free: free.max().unwrap_or(0),
             recorded: false,
             at_beginning: true,
         });

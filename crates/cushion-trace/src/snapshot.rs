@@ -7,11 +7,12 @@
 
 use std::fmt;
 
-use crate::arena::{Arena, List, StrId, Value};
+use crate::arena::{Arena, List};
 use crate::error::TraceError;
 use crate::events::Events;
 use crate::pack::NOTHING;
 use crate::stacks::{StackId, Stacks};
+use crate::value::{StrId, Value};
 
 /// A PyTorch memory snapshot.
 #[derive(Clone, Debug, PartialEq)]

@@ -5,8 +5,8 @@ use std::hash::{Hash, Hasher};
 use std::num::NonZeroU32;
 use std::sync::Arc;
 
-use crate::arena::Value;
 use crate::snapshot::Name;
+use crate::value::Value;
 
 /// A line of the program that was running, one of several in a stack.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
