@@ -1,6 +1,7 @@
 # Every check that runs in CI is a target here.
 CARGO ?= cargo
 TRACES ?=
+SEED ?= 1
 TARGET ?= open
 SECONDS ?= 3600
 MEMORYVIZ_JS ?=
@@ -11,12 +12,12 @@ CUSHION = $(or $(CARGO_TARGET_DIR),target)/release/cushion
 help: ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
 
-test: ## format, lints, documentation, every test that needs no GPU
+test: ## format, lints, documentation, every test that needs no GPU (SEED=N for other random cases)
 	$(CARGO) fmt --all -- --check
 	$(CARGO) clippy --workspace --all-targets --locked -- -D warnings
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --workspace --no-deps --locked --quiet
 	@sh scripts/setup-browser.sh
-	$(CARGO) test --workspace --locked
+	PROPTEST_RNG_SEED=$(SEED) $(CARGO) test --workspace --locked
 	@$(MAKE) --no-print-directory test-viz
 
 test-viz: ## converted snapshots in PyTorch's own tools (MEMORYVIZ_JS=PATH for its viewer too)
