@@ -66,14 +66,8 @@ mod tests {
         world.finish();
     }
 
-    /// `PROPTEST_CASES` asks for more.
-    fn config() -> ProptestConfig {
-        let default = ProptestConfig::default();
-        ProptestConfig { cases: default.cases.max(4000), ..default }
-    }
-
     proptest! {
-        #![proptest_config(config())]
+        #![proptest_config(ProptestConfig::with_cases(4000))]
 
         #[test]
         fn segments_torch(program in prop::collection::vec(actions(), 1..160)) {

@@ -942,11 +942,7 @@ pub(crate) mod tests {
     const OPCODES: &[u8] = b"()[]}{012.NaesudltqhKX\x85\x86\x87\x88\x94\x8a\x00\x01\x02\x03";
 
     proptest! {
-        #![proptest_config(ProptestConfig {
-            cases: 4000,
-            failure_persistence: None,
-            ..ProptestConfig::default()
-        })]
+        #![proptest_config(ProptestConfig::with_cases(4000))]
 
         #[test]
         fn damage_never_panics(

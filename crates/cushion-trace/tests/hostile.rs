@@ -122,14 +122,8 @@ mod tests {
         confs.prop_map(|conf| Settings { conf: Some(conf.to_owned()), ..Settings::default() })
     }
 
-    /// `PROPTEST_CASES` asks for more.
-    fn config() -> ProptestConfig {
-        let default = ProptestConfig::default();
-        ProptestConfig { cases: default.cases.max(1000), ..default }
-    }
-
     proptest! {
-        #![proptest_config(config())]
+        #![proptest_config(ProptestConfig::with_cases(1000))]
 
         #[test]
         fn any_events_can_be_replayed(
