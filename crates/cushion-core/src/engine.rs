@@ -1,15 +1,15 @@
 //! The front door: one engine per device.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 
 use rustc_hash::FxHashMap;
 
-use crate::block::BlockTable;
+use crate::block::{BlockId, BlockTable};
 use crate::check::Violation;
 use crate::clock::{Clock, VirtualClock};
 use crate::driver::{Driver, DriverError, Properties, StreamId};
 use crate::error::{AddressError, AllocError, FractionError, PoolError};
-use crate::history::{Context, Entry, History};
+use crate::history::{Action, Context, Entry, History};
 use crate::ladder::Ladder;
 use crate::locked::{Locked, State};
 use crate::options::{NotOurs, Options, OptionsError};
@@ -98,9 +98,12 @@ impl<D: Driver> Engine<D> {
     /// Runs `f` with the lock held. If another thread panicked while it held the lock, what it was
     /// doing may be half done; later calls go on all the same, rather than lose every allocation.
     fn locked<T>(&self, f: impl FnOnce(Locked<'_, D>) -> T) -> T {
-        let mut state = self.lock();
+        self.with(&mut self.lock(), f)
+    }
+
+    fn with<T>(&self, state: &mut State, f: impl FnOnce(Locked<'_, D>) -> T) -> T {
         f(Locked {
-            state: &mut state,
+            state,
             driver: &self.driver,
             clock: &*self.clock,
             counters: &self.counters,
@@ -111,6 +114,19 @@ impl<D: Driver> Engine<D> {
 
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The lock, unless another thread keeps it for longer than a hit takes.
+    fn lock_in_a_moment(&self) -> Option<MutexGuard<'_, State>> {
+        const TRIES: u32 = 100;
+        for _ in 0..TRIES {
+            match self.state.try_lock() {
+                Ok(guard) => return Some(guard),
+                Err(TryLockError::Poisoned(poisoned)) => return Some(poisoned.into_inner()),
+                Err(TryLockError::WouldBlock) => std::hint::spin_loop(),
+            }
+        }
+        None
     }
 
     // ---- memory ----
@@ -134,6 +150,17 @@ impl<D: Driver> Engine<D> {
         self.locked(|mut engine| engine.alloc(bytes, stream, context))
     }
 
+    /// As [`alloc_for`](Self::alloc_for), but without a wait: `None` where it would take a driver
+    /// call, or where another thread keeps the lock for longer than a moment.
+    #[must_use]
+    pub fn try_alloc_for(&self, bytes: u64, stream: StreamId, context: Context) -> Option<u64> {
+        if bytes == 0 {
+            return Some(0);
+        }
+        let mut state = self.lock_in_a_moment()?;
+        self.with(&mut state, |mut engine| engine.alloc_cached(bytes, stream, context))
+    }
+
     /// Gives back what [`alloc`](Self::alloc) gave. The memory is reused on its own stream at once,
     /// and not before every stream noted by [`record_stream`](Self::record_stream) is done with it.
     pub fn free(&self, address: u64) -> Result<(), AddressError> {
@@ -148,6 +175,19 @@ impl<D: Driver> Engine<D> {
         self.locked(|mut engine| engine.free(address, context))
     }
 
+    /// As [`free_for`](Self::free_for), but without a wait: `None` where other streams used the
+    /// memory, or where another thread keeps the lock for longer than a moment; then nothing happened.
+    #[must_use]
+    pub fn try_free_for(&self, address: u64, context: Context) -> Option<Result<(), AddressError>> {
+        let mut state = self.lock_in_a_moment()?;
+        let used_elsewhere =
+            state.live.get(&address).is_some_and(|&id| state.blocks[id].uses.is_some());
+        if used_elsewhere {
+            return None;
+        }
+        Some(self.with(&mut state, |mut engine| engine.free(address, context)))
+    }
+
     /// Notes that work on `stream` uses the allocation at `address`.
     pub fn record_stream(&self, address: u64, stream: StreamId) -> Result<(), AddressError> {
         self.locked(|mut engine| engine.record_stream(address, stream))
@@ -159,6 +199,28 @@ impl<D: Driver> Engine<D> {
         let state = self.lock();
         let block = &state.blocks[*state.live.get(&address)?];
         Some((block.size, block.requested))
+    }
+
+    /// The tag given to a live allocation.
+    #[must_use]
+    pub fn context_of(&self, address: u64) -> Option<Context> {
+        let state = self.lock();
+        state.live.get(&address).map(|&id| state.blocks[id].context)
+    }
+
+    /// Where the memory that a live allocation was cut from begins, and its size: a plain segment, or
+    /// the run of mapped addresses around it.
+    #[must_use]
+    pub fn base_of(&self, address: u64) -> Option<(u64, u64)> {
+        let state = self.lock();
+        let blocks = &state.blocks;
+        let mapped = |id: &BlockId| blocks[*id].is_mapped();
+        let mut first = *state.live.get(&address)?;
+        while let Some(before) = blocks[first].prev.filter(mapped) {
+            first = before;
+        }
+        let run = std::iter::successors(Some(first), |&id| blocks[id].next.filter(mapped));
+        Some((blocks[first].address, run.map(|id| blocks[id].size).sum()))
     }
 
     /// Whether a free block would serve this request as things stand: no driver call, no wait.
@@ -362,6 +424,16 @@ impl<D: Driver> Engine<D> {
     /// Keeps the last `entries` events from now on; zero turns history off. Forgets what was kept.
     pub fn record_history(&self, entries: usize) {
         self.lock().history.restart(entries);
+    }
+
+    /// Keeps the last `entries` events from now on, those kept so far among them.
+    pub fn resize_history(&self, entries: usize) {
+        self.lock().history.resize(entries);
+    }
+
+    /// Leaves these actions out of the history from now on, until it is told to start again.
+    pub fn skip_in_history(&self, actions: &[Action]) {
+        self.lock().history.skip(actions);
     }
 
     /// The events kept, oldest first, and how many were forgotten before them.

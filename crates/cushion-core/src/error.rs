@@ -50,6 +50,28 @@ pub struct Shortage {
     /// Whether allocations went to a private pool, so that nothing could be given back: a graph
     /// capture may have been under way.
     pub recording: bool,
+    /// What was tried before the refusal, in order.
+    pub tried: Vec<Tried>,
+}
+
+/// A rung that was tried in vain.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Tried {
+    /// What was done, to complete "Cushion ...".
+    pub what: &'static str,
+    /// Bytes that went back to the driver by it.
+    pub given_back: u64,
+}
+
+impl std::fmt::Display for Tried {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.what)?;
+        if self.given_back > 0 {
+            write!(f, " ({})", display(self.given_back))?;
+        }
+        Ok(())
+    }
 }
 
 impl std::fmt::Display for Shortage {

@@ -19,7 +19,7 @@ impl Context {
 }
 
 /// What happened.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Action {
     /// A block was handed out.
     Alloc,
@@ -42,6 +42,19 @@ pub enum Action {
 }
 
 impl Action {
+    /// Every action there is.
+    pub const ALL: [Self; 9] = [
+        Self::Alloc,
+        Self::FreeRequested,
+        Self::FreeCompleted,
+        Self::SegmentAlloc,
+        Self::SegmentFree,
+        Self::SegmentMap,
+        Self::SegmentUnmap,
+        Self::OutOfMemory,
+        Self::Snapshot,
+    ];
+
     /// The name PyTorch gives it.
     #[must_use]
     pub fn name(self) -> &'static str {
@@ -83,6 +96,8 @@ pub struct Entry {
 pub(crate) struct History {
     entries: VecDeque<Entry>,
     capacity: usize,
+    /// Actions that are not noted.
+    skipped: Vec<Action>,
     dropped: u64,
 }
 
@@ -96,7 +111,23 @@ impl History {
         *self = Self { capacity, ..Self::default() };
     }
 
+    /// Goes on with room for `capacity` entries, the latest of those kept.
+    pub(crate) fn resize(&mut self, capacity: usize) {
+        self.capacity = capacity;
+        let too_many = self.entries.len().saturating_sub(capacity);
+        self.entries.drain(..too_many);
+        self.dropped += too_many as u64;
+    }
+
+    /// Leaves these actions out from now on.
+    pub(crate) fn skip(&mut self, actions: &[Action]) {
+        self.skipped = actions.to_vec();
+    }
+
     pub(crate) fn push(&mut self, entry: Entry) {
+        if self.skipped.contains(&entry.action) {
+            return;
+        }
         if self.entries.len() == self.capacity {
             self.entries.pop_front();
             self.dropped += 1;
@@ -140,5 +171,30 @@ mod tests {
         history.restart(0);
         assert!(!history.is_on());
         assert_eq!(history.read(), (vec![], 0));
+    }
+
+    #[test]
+    fn a_resized_ring_keeps_the_latest() {
+        let mut history = History::default();
+        history.restart(4);
+        (0..4).for_each(|size| history.push(entry(size)));
+        history.resize(2);
+        history.push(entry(4));
+        history.resize(5);
+        history.push(entry(5));
+        let (entries, dropped) = history.read();
+        assert_eq!(entries.iter().map(|e| e.size).collect::<Vec<_>>(), [3, 4, 5]);
+        assert_eq!(dropped, 3);
+    }
+
+    #[test]
+    fn skipped_actions_take_no_room() {
+        let mut history = History::default();
+        history.restart(2);
+        history.skip(&[Action::Snapshot]);
+        history.push(entry(0));
+        history.push(Entry { action: Action::Snapshot, ..entry(1) });
+        history.push(entry(2));
+        assert_eq!(history.read().0.iter().map(|e| e.size).collect::<Vec<_>>(), [0, 2]);
     }
 }

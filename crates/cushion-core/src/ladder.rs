@@ -7,7 +7,7 @@
 use std::fmt;
 
 use crate::driver::{Driver, DriverResult};
-use crate::error::{AllocError, Shortage};
+use crate::error::{AllocError, Shortage, Tried};
 use crate::history::{Action, Context};
 use crate::locked::{Found, Locked};
 use crate::policy::{Policy, Request};
@@ -63,6 +63,20 @@ enum Rung {
     GiveBackOversize,
     /// Give back everything cached.
     GiveBackCached,
+}
+
+impl Rung {
+    /// What it does, to complete "Cushion ...".
+    fn deed(self) -> &'static str {
+        match self {
+            Self::CollectGarbage => "gave back what was idle for long",
+            Self::Driver => "asked the driver",
+            Self::BorrowFromPools | Self::BorrowPlain => "searched the pools that may help out",
+            Self::WaitForEvents => "waited for pending frees",
+            Self::GiveBackOversize => "gave back oversized cached memory",
+            Self::GiveBackCached => "gave back cached memory and asked again",
+        }
+    }
 }
 
 /// What is tried after a rung.
@@ -134,15 +148,19 @@ impl<D: Driver> Locked<'_, D> {
         policy: Policy,
         context: Context,
     ) -> Result<Found, AllocError> {
+        let mut tried = Vec::new();
         for step in self.state.ladder.steps() {
             if !self.is_asked_for(step.rung) || !self.is_legal(step.legal, request)? {
                 continue;
             }
+            let before = self.reserved();
             match self.try_rung(step.rung, request, policy, context)? {
                 Outcome::Served(found) => return Ok(found),
                 Outcome::Nothing => continue,
                 Outcome::Changed => {}
             }
+            let given_back = before.saturating_sub(self.reserved());
+            tried.push(Tried { what: step.rung.deed(), given_back });
             for then in step.then {
                 let block = match then {
                     Then::Search => self.search(request, policy),
@@ -157,7 +175,7 @@ impl<D: Driver> Locked<'_, D> {
                 }
             }
         }
-        Err(self.refuse(request, context))
+        Err(self.refuse(request, context, tried))
     }
 
     fn try_rung(
@@ -219,13 +237,20 @@ impl<D: Driver> Locked<'_, D> {
         })
     }
 
-    fn refuse(&mut self, request: &Request, context: Context) -> AllocError {
+    /// Refuses a request: counts it, notes it, and says why.
+    #[cold]
+    pub(crate) fn refuse(
+        &mut self,
+        request: &Request,
+        context: Context,
+        tried: Vec<Tried>,
+    ) -> AllocError {
         let device_free = self.driver.memory_info().ok().map(|info| info.free);
         self.counters.num_ooms.add(1);
         let place = (request.stream, request.pool);
         let free = device_free.unwrap_or(0);
         self.record(Action::OutOfMemory, free, request.size, place, context);
-        let shortage = self.shortage(request, device_free);
+        let shortage = self.shortage(request, device_free, tried);
         let most = shortage.allowed.unwrap_or(u64::MAX).min(shortage.device_total);
         if shortage.wanted > most {
             AllocError::NeverFits(shortage)
@@ -234,7 +259,12 @@ impl<D: Driver> Locked<'_, D> {
         }
     }
 
-    pub(crate) fn shortage(&self, request: &Request, device_free: Option<u64>) -> Box<Shortage> {
+    fn shortage(
+        &self,
+        request: &Request,
+        device_free: Option<u64>,
+        tried: Vec<Tried>,
+    ) -> Box<Shortage> {
         let stats = self.counters.read(self.lanes);
         let private = |lane: &&crate::stats::LaneFigures| lane.pool != PoolId::DEFAULT;
         Box::new(Shortage {
@@ -251,6 +281,7 @@ impl<D: Driver> Locked<'_, D> {
             private_free: stats.lanes.iter().filter(private).map(|lane| lane.free_bytes).sum(),
             largest_free: stats.largest_free_block(),
             recording: self.is_recording(),
+            tried,
         })
     }
 }

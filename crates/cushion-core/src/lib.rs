@@ -48,7 +48,7 @@ pub use check::Violation;
 pub use clock::{Clock, VirtualClock};
 pub use driver::{CheckedDriver, Driver, DriverError, SimConfig, SimDriver, StreamId};
 pub use engine::{Engine, EngineConfig};
-pub use error::{AddressError, AllocError, FractionError, PoolError, Shortage};
+pub use error::{AddressError, AllocError, FractionError, PoolError, Shortage, Tried};
 pub use history::{Action, Context, Entry};
 pub use ladder::Ladder;
 pub use options::Options;

@@ -77,7 +77,10 @@ impl<D: Driver> Locked<'_, D> {
         stream: StreamId,
         context: Context,
     ) -> Result<u64, AllocError> {
-        let request = self.request(requested, stream)?;
+        let request = self.request(requested, stream);
+        if request.wanted > self.device.total {
+            return Err(self.refuse(&request, context, Vec::new()));
+        }
         if self.is_recording() {
             // Events may not be queried during a capture.
             if self.state.options.graph_capture_record_stream_reuse {
@@ -101,24 +104,41 @@ impl<D: Driver> Locked<'_, D> {
         Ok(self.hand_out(found, &request, context))
     }
 
-    /// Sizes and pool of a request. What can never fit is refused here, and nothing has changed.
-    fn request(&self, requested: u64, stream: StreamId) -> Result<Request, AllocError> {
+    /// As [`alloc`](Self::alloc), but only where a free block serves the request and nothing is
+    /// pending, so that no driver call is made: for callers that may not wait.
+    pub(crate) fn alloc_cached(
+        &mut self,
+        requested: u64,
+        stream: StreamId,
+        context: Context,
+    ) -> Option<u64> {
+        if self.is_recording() || !self.state.pending.is_empty() {
+            return None;
+        }
+        let request = self.request(requested, stream);
+        let policy = self.state.policy;
+        let block = self.choose(&request, policy)?;
+        if self.is_collecting_garbage() {
+            self.state.pools[request.pool].searches += 1;
+        }
+        self.counters.hits.add(1);
+        Some(self.hand_out(Found { block, policy }, &request, context))
+    }
+
+    /// Sizes and pool of a request; sizes that overflow are the largest there are.
+    fn request(&self, requested: u64, stream: StreamId) -> Request {
         let options = &self.state.options;
         let size = block_size(requested, options);
         let wanted = size.and_then(|size| segment_size(size, options));
         let small = size.is_some_and(is_small);
-        let request = Request {
+        Request {
             requested,
             size: size.unwrap_or(u64::MAX),
             wanted: wanted.unwrap_or(u64::MAX),
             stream,
             pool: self.pool_for(small, stream),
             small,
-        };
-        if request.wanted > self.device.total {
-            return Err(AllocError::NeverFits(self.shortage(&request, None)));
         }
-        Ok(request)
     }
 
     /// The free block that serves a request, still in its lane.
@@ -135,8 +155,7 @@ impl<D: Driver> Locked<'_, D> {
     }
 
     pub(crate) fn would_hit(&self, requested: u64, stream: StreamId) -> bool {
-        let request = self.request(requested, stream);
-        request.is_ok_and(|request| self.choose(&request, self.state.policy).is_some())
+        self.choose(&self.request(requested, stream), self.state.policy).is_some()
     }
 
     /// Cuts the block to size, if the policy splits it, and hands it out.

@@ -7,7 +7,7 @@ mod tests {
 
     use cushion_core::driver::{Call, FailWhen, Fault};
     use cushion_core::size::{GIB, KIB, MIB};
-    use cushion_core::{AddressError, AllocError, BlockUse, PoolError, PoolId};
+    use cushion_core::{AddressError, AllocError, BlockUse, Context, PoolError, PoolId};
 
     use crate::common::*;
 
@@ -155,7 +155,10 @@ mod tests {
             let freed = take(&gpu, MIB, S1);
             gpu.free(freed).unwrap();
             for bytes in [100 * MIB + 1, GIB, u64::MAX / 2, u64::MAX - 511, u64::MAX] {
-                let shortage = unchanged(&gpu, || never_fits(gpu.alloc(bytes, S0)));
+                let (before, ooms) = (gpu.snapshot(), gpu.stats().num_ooms);
+                let shortage = never_fits(gpu.alloc(bytes, S0));
+                assert_eq!((gpu.snapshot(), gpu.stats().num_ooms), (before, ooms + 1));
+                assert_eq!(shortage.tried, [], "nothing was given back in vain");
                 assert_eq!((shortage.requested, shortage.device_total), (bytes, 100 * MIB));
             }
             for address in [freed, live + 512, 1, u64::MAX] {
@@ -198,6 +201,8 @@ mod tests {
             assert_eq!((shortage.requested, shortage.stream), (50 * MIB, S1));
             assert_eq!((shortage.reserved, shortage.allocated), (60 * MIB, 60 * MIB));
             assert_eq!((shortage.device_free, shortage.allowed), (Some(40 * MIB), None));
+            let tried: Vec<_> = shortage.tried.iter().map(ToString::to_string).collect();
+            assert_eq!(tried, ["asked the driver", "gave back cached memory and asked again"]);
             let text = AllocError::FullNow(Box::new(shortage)).to_string();
             for part in ["out of memory", "50.00 MiB", "40.00 MiB of 100.00 MiB free", "60.00 MiB"]
             {
@@ -207,7 +212,7 @@ mod tests {
             assert!(text.contains("never") && text.contains("200.00 MiB"), "{text}");
             let text = gpu.alloc(u64::MAX, S1).unwrap_err().to_string();
             assert!(text.contains("more than any device has"), "{text}");
-            assert_eq!(gpu.stats().num_ooms, 1, "what never fits is no shortage");
+            assert_eq!(gpu.stats().num_ooms, 3);
 
             for call in [Call::Alloc, Call::Reserve, Call::Create, Call::Map, Call::SetAccess] {
                 gpu.driver().fail(FailWhen::Every(call), Fault::Failed(719));
@@ -234,6 +239,32 @@ mod tests {
             assert!(matches!(gpu.free(address), Err(AddressError::Driver { .. })));
             assert_eq!(gpu.free(address), Err(AddressError::Unknown { address }));
             assert_ne!(take(&gpu, MIB, S0), address, "its event was recorded only now");
+            gpu.driver().finish(S1);
+            assert_eq!(take(&gpu, MIB, S0), address);
+            gpu.check_invariants().unwrap();
+        }
+    }
+
+    #[test]
+    fn calls_that_may_not_wait_do_what_takes_no_driver_call() {
+        for conf in POLICIES {
+            let gpu = gpu(100, conf);
+            assert_eq!(gpu.try_alloc_for(0, S0, Context::NONE), Some(0));
+            assert_eq!(gpu.try_alloc_for(MIB, S0, Context::NONE), None, "nothing is cached yet");
+            let address = take(&gpu, MIB, S0);
+            assert_eq!(gpu.try_free_for(address, Context::NONE), Some(Ok(())));
+            assert_eq!(gpu.try_alloc_for(MIB, S0, Context(7)), Some(address));
+            assert_eq!(gpu.context_of(address), Some(Context(7)));
+            let (base, size) = gpu.base_of(address).unwrap();
+            assert!(base <= address && address + MIB <= base + size, "{conf}");
+            let unknown = AddressError::Unknown { address: 1 };
+            assert_eq!(gpu.try_free_for(1, Context::NONE), Some(Err(unknown)));
+
+            gpu.record_stream(address, S1).unwrap();
+            gpu.driver().launch(S1);
+            assert_eq!(gpu.try_free_for(address, Context::NONE), None, "it takes an event");
+            gpu.free(address).unwrap();
+            assert_eq!(gpu.try_alloc_for(MIB, S0, Context::NONE), None, "an event is to be asked");
             gpu.driver().finish(S1);
             assert_eq!(take(&gpu, MIB, S0), address);
             gpu.check_invariants().unwrap();
