@@ -448,6 +448,15 @@ impl<D: Driver> Engine<D> {
         self.locked(|mut engine| engine.snapshot())
     }
 
+    /// A snapshot and the events kept up to it, as of one moment.
+    #[must_use]
+    pub fn snapshot_and_history(&self) -> (Snapshot, Vec<Entry>) {
+        self.locked(|mut engine| {
+            let snapshot = engine.snapshot();
+            (snapshot, engine.state.history.read().0)
+        })
+    }
+
     /// Checks every structure against every other.
     pub fn check_invariants(&self) -> Result<(), Violation> {
         self.locked(|engine| engine.check_invariants())

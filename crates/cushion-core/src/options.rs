@@ -11,10 +11,15 @@
 
 mod conf;
 mod page;
+mod settings;
 
 use std::fmt::Write as _;
 
 pub use page::markdown;
+pub use settings::{
+    Asked, SETTINGS, SettingSpec, Settings, SettingsError, TORCH_VARIABLES, torch_variable,
+    without_key,
+};
 
 use conf::{Pair, boolean, boolean_text, edits, number, power_of_two, whole};
 use thiserror::Error;

@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use super::{NOT_OURS, REGISTRY};
+use super::{NOT_OURS, REGISTRY, SETTINGS};
 
 /// The text of `docs/options.md`.
 pub fn markdown() -> String {
@@ -19,16 +19,30 @@ pub fn markdown() -> String {
          Each time a conf string is applied, the options marked *resets* go back to their default \
          unless the string names them. The others keep their value.\n\
          \n\
-         | option | unit | default | |\n\
+         Under PyTorch, what is given later in this list wins: the first that is set of \
+         `PYTORCH_CUDA_ALLOC_CONF`, `PYTORCH_HIP_ALLOC_CONF` and `PYTORCH_ALLOC_CONF` (PyTorch reads \
+         no more than that one either); `CUSHION_CONF`; `CUSHION_POLICY`; the variable of each \
+         option; the arguments of `cushion.install()`.\n\
+         \n\
+         | setting of a process | variable | default | |\n\
          |---|---|---|---|\n",
     );
     // Writing to a string cannot fail, here and below.
+    for spec in SETTINGS {
+        let _ = writeln!(
+            page,
+            "| `{}` | `{}` | {} | {} Takes {}. |",
+            spec.name, spec.variable, spec.default, spec.meaning, spec.accepts,
+        );
+    }
+    page.push_str("\n| option | variable | unit | default | |\n|---|---|---|---|---|\n");
     for spec in REGISTRY {
         let resets = if spec.resets { "resets" } else { "" };
         let _ = writeln!(
             page,
-            "| [`{key}`](#{key}) | {unit} | {default} | {resets} |",
+            "| [`{key}`](#{key}) | `{variable}` | {unit} | {default} | {resets} |",
             key = spec.key,
+            variable = spec.env_name(),
             unit = spec.unit,
             default = spec.default,
         );

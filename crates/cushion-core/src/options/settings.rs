@@ -1,0 +1,324 @@
+//! The settings of a process: where its options come from, and what a conf string does not hold.
+//!
+//! A binding gathers texts from the caller and from the environment and passes them here: nothing in
+//! this crate reads the environment. What is given later wins: PyTorch's variable, `CUSHION_CONF`, the
+//! variable of each option, and what the caller says in code.
+
+use thiserror::Error;
+
+use super::{NotOurs, Options, OptionsError, REGISTRY};
+use crate::policy::Policy;
+
+/// The variables that PyTorch reads, in its order: it reads the first that is set and no other.
+pub const TORCH_VARIABLES: [&str; 3] =
+    ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF"];
+
+/// One setting of a process: everything there is to know about it.
+#[derive(Debug, Clone, Copy)]
+pub struct SettingSpec {
+    /// Its name as an argument of `install`.
+    pub name: &'static str,
+    /// The variable that sets it.
+    pub variable: &'static str,
+    /// The default.
+    pub default: &'static str,
+    /// The values that are taken, to complete "it takes ...".
+    pub accepts: &'static str,
+    /// What it does.
+    pub meaning: &'static str,
+}
+
+const POLICY: SettingSpec = SettingSpec {
+    name: "policy",
+    variable: "CUSHION_POLICY",
+    default: "segments",
+    accepts: "`segments` or `expandable`",
+    meaning: "How memory is laid out and got: as PyTorch's classic allocator does, or as its \
+              expandable segments. The same as `expandable_segments` in a conf string.",
+};
+const CONF: SettingSpec = SettingSpec {
+    name: "conf",
+    variable: "CUSHION_CONF",
+    default: "none",
+    accepts: "options as `key:value,key:value`",
+    meaning: "Options in one string, in the syntax of `PYTORCH_CUDA_ALLOC_CONF`.",
+};
+const LOG: SettingSpec = SettingSpec {
+    name: "enable_logging",
+    variable: "CUSHION_LOG",
+    default: "0",
+    accepts: "`1` or `0`",
+    meaning: "Whether Cushion's messages go to standard error: what was installed, and every \
+              allocation that was refused. With or without it they go to Python's logger `cushion`.",
+};
+
+/// All settings, in the order in which they are shown.
+pub static SETTINGS: &[SettingSpec] = &[POLICY, CONF, LOG];
+
+/// What the caller says in code; it wins over every variable.
+#[derive(Debug, Clone, Default)]
+pub struct Asked {
+    /// The policy, by its name.
+    pub policy: Option<String>,
+    /// A conf string.
+    pub conf: Option<String>,
+    /// Whether messages go to standard error.
+    pub log: Option<bool>,
+}
+
+/// The settings of a process.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Settings {
+    /// The options of every engine.
+    pub options: Options,
+    /// Whether messages go to standard error.
+    pub log: bool,
+    /// Pairs of conf strings that are PyTorch's alone.
+    pub not_ours: Vec<NotOurs>,
+}
+
+/// A setting that was refused, and where it came from.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum SettingsError {
+    /// A conf string, or the variable of an option, is no good.
+    #[error("{source_name}: {error}")]
+    Options {
+        /// The argument or variable.
+        source_name: String,
+        /// What is wrong.
+        error: OptionsError,
+    },
+    /// Another setting is no good.
+    #[error("{source_name} cannot be `{value}`: it takes {accepts}")]
+    Value {
+        /// The argument or variable.
+        source_name: String,
+        /// The value given.
+        value: String,
+        /// The values that are taken.
+        accepts: &'static str,
+    },
+}
+
+impl Settings {
+    /// Gathers the settings from what the caller asks for and from the variables that `variable`
+    /// knows.
+    pub fn gather(
+        asked: &Asked,
+        variable: impl Fn(&str) -> Option<String>,
+    ) -> Result<Self, SettingsError> {
+        let mut gathered = Gathered::default();
+        if let Some((name, conf)) = torch_variable(&variable) {
+            gathered.add(name, &conf)?;
+        }
+        if let Some(conf) = variable(CONF.variable) {
+            gathered.add(CONF.variable, &conf)?;
+        }
+        if let Some(policy) = variable(POLICY.variable) {
+            gathered.add_policy(POLICY.variable, &policy)?;
+        }
+        for spec in REGISTRY {
+            let name = spec.env_name();
+            if let Some(value) = variable(&name) {
+                gathered.add(&name, &format!("{}:{value}", spec.key))?;
+            }
+        }
+        if let Some(conf) = &asked.conf {
+            gathered.add(CONF.name, conf)?;
+        }
+        if let Some(policy) = &asked.policy {
+            gathered.add_policy(POLICY.name, policy)?;
+        }
+        let log = match (asked.log, variable(LOG.variable)) {
+            (Some(log), _) => log,
+            (None, Some(value)) => flag(LOG.variable, &value)?,
+            (None, None) => false,
+        };
+        Ok(Self { options: gathered.options, log, not_ours: gathered.not_ours })
+    }
+}
+
+/// The variable that PyTorch would read, and its text.
+pub fn torch_variable(variable: impl Fn(&str) -> Option<String>) -> Option<(&'static str, String)> {
+    TORCH_VARIABLES.iter().find_map(|&name| Some((name, variable(name)?)))
+}
+
+/// A conf string without its pairs of one key. PyTorch checks `backend` against the allocator in force,
+/// and stops the program at its first use where that is another one.
+#[must_use]
+pub fn without_key(conf: &str, key: &str) -> String {
+    let mut kept: Vec<&str> = Vec::new();
+    let mut depth = 0_i32;
+    let mut start = 0;
+    for (at, character) in conf.char_indices().chain([(conf.len(), ',')]) {
+        match character {
+            '[' => depth += 1,
+            ']' => depth -= 1,
+            ',' if depth <= 0 || at == conf.len() => {
+                let item = &conf[start..at];
+                if item.split(':').next().is_none_or(|found| found.trim() != key) {
+                    kept.push(item);
+                }
+                start = at + 1;
+            }
+            _ => {}
+        }
+    }
+    kept.join(",")
+}
+
+/// The conf strings so far as one, and what they give.
+#[derive(Debug, Default)]
+struct Gathered {
+    conf: String,
+    options: Options,
+    not_ours: Vec<NotOurs>,
+}
+
+impl Gathered {
+    fn add(&mut self, source_name: &str, conf: &str) -> Result<(), SettingsError> {
+        if conf.trim().is_empty() {
+            return Ok(());
+        }
+        let both = if self.conf.is_empty() {
+            conf.to_owned()
+        } else {
+            format!("{},{conf}", self.conf.trim_end().trim_end_matches(','))
+        };
+        let refused = |error| SettingsError::Options { source_name: source_name.to_owned(), error };
+        let parsed = Options::parse(&both).map_err(refused)?;
+        (self.conf, self.options, self.not_ours) = (both, parsed.options, parsed.not_ours);
+        Ok(())
+    }
+
+    fn add_policy(&mut self, source_name: &str, policy: &str) -> Result<(), SettingsError> {
+        let known = Policy::ALL.into_iter().find(|known| known.name() == policy.trim());
+        let conf = match known {
+            Some(Policy::Segments) => "expandable_segments:False",
+            Some(Policy::Expandable) => "expandable_segments:True",
+            None => return Err(refused_value(source_name, policy, POLICY.accepts)),
+        };
+        self.add(source_name, conf)
+    }
+}
+
+fn flag(source_name: &str, value: &str) -> Result<bool, SettingsError> {
+    match value.trim() {
+        "1" | "true" | "True" | "yes" | "on" => Ok(true),
+        "0" | "false" | "False" | "no" | "off" | "" => Ok(false),
+        _ => Err(refused_value(source_name, value, LOG.accepts)),
+    }
+}
+
+fn refused_value(source_name: &str, value: &str, accepts: &'static str) -> SettingsError {
+    SettingsError::Value { source_name: source_name.to_owned(), value: value.to_owned(), accepts }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::size::MIB;
+
+    fn gather(asked: Asked, variables: &[(&str, &str)]) -> Result<Settings, SettingsError> {
+        Settings::gather(&asked, |name| {
+            variables.iter().find(|(known, _)| *known == name).map(|(_, value)| (*value).to_owned())
+        })
+    }
+
+    fn policy_of(asked: Asked, variables: &[(&str, &str)]) -> Policy {
+        Policy::of(&gather(asked, variables).unwrap().options)
+    }
+
+    #[test]
+    fn nothing_given_is_the_default() {
+        let settings = gather(Asked::default(), &[]).unwrap();
+        assert_eq!(settings.options, Options::default());
+        assert!(!settings.log && settings.not_ours.is_empty());
+    }
+
+    #[test]
+    fn what_is_given_later_wins() {
+        let conf = |conf: &str| Asked { conf: Some(conf.to_owned()), ..Asked::default() };
+        let policy = |policy: &str| Asked { policy: Some(policy.to_owned()), ..Asked::default() };
+        let torch = ("PYTORCH_ALLOC_CONF", "expandable_segments:True,max_split_size_mb:64");
+        assert_eq!(policy_of(Asked::default(), &[torch]), Policy::Expandable);
+        let ours = ("CUSHION_CONF", "expandable_segments:False");
+        assert_eq!(policy_of(Asked::default(), &[torch, ours]), Policy::Segments);
+        let variable = ("CUSHION_POLICY", "expandable");
+        assert_eq!(policy_of(Asked::default(), &[torch, ours, variable]), Policy::Expandable);
+        let of_option = ("CUSHION_EXPANDABLE_SEGMENTS", "False");
+        assert_eq!(policy_of(Asked::default(), &[variable, of_option]), Policy::Segments);
+        assert_eq!(policy_of(conf("expandable_segments:True"), &[of_option]), Policy::Expandable);
+        let both =
+            Asked { policy: Some("segments".to_owned()), ..conf("expandable_segments:True") };
+        assert_eq!(policy_of(both, &[variable]), Policy::Segments);
+
+        // Options of different sources stay side by side.
+        let settings = gather(policy("expandable"), &[torch]).unwrap();
+        assert_eq!(settings.options.max_split_size, Some(64 * MIB));
+    }
+
+    #[test]
+    fn pytorch_reads_the_first_variable_that_is_set() {
+        let variables = [
+            ("PYTORCH_ALLOC_CONF", "max_split_size_mb:64"),
+            ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True,backend:native"),
+        ];
+        let settings = gather(Asked::default(), &variables).unwrap();
+        assert!(settings.options.expandable_segments);
+        assert_eq!(settings.options.max_split_size, None);
+        assert_eq!(settings.not_ours.len(), 1);
+    }
+
+    #[test]
+    fn every_option_has_a_variable() {
+        for spec in REGISTRY {
+            let (name, value) = match spec.key {
+                "expandable_segments" | "graph_capture_record_stream_reuse" => {
+                    (spec.env_name(), "True")
+                }
+                "garbage_collection_threshold" | "per_process_memory_fraction" => {
+                    (spec.env_name(), "0.5")
+                }
+                _ => (spec.env_name(), "64"),
+            };
+            assert!(name.starts_with("CUSHION_"));
+            let settings = gather(Asked::default(), &[(&name, value)]).unwrap();
+            assert_ne!(settings.options, Options::default(), "{name}");
+        }
+    }
+
+    #[test]
+    fn a_refusal_names_its_source() {
+        let text = gather(Asked::default(), &[("CUSHION_MAX_SPLIT_SIZE_MB", "3")]).unwrap_err();
+        let text = text.to_string();
+        assert!(
+            text.starts_with("CUSHION_MAX_SPLIT_SIZE_MB: option `max_split_size_mb`"),
+            "{text}"
+        );
+        let asked = Asked { policy: Some("pages".to_owned()), ..Asked::default() };
+        let text = gather(asked, &[]).unwrap_err().to_string();
+        assert_eq!(text, "policy cannot be `pages`: it takes `segments` or `expandable`");
+        let text = gather(Asked::default(), &[("CUSHION_LOG", "maybe")]).unwrap_err().to_string();
+        assert_eq!(text, "CUSHION_LOG cannot be `maybe`: it takes `1` or `0`");
+        let broken = [("CUSHION_CONF", "max_split_size_mb"), ("CUSHION_POLICY", "segments")];
+        assert!(gather(Asked::default(), &broken).is_err());
+    }
+
+    #[test]
+    fn backend_is_cut_out_of_a_conf_string() {
+        for (conf, left) in [
+            ("backend:native", ""),
+            ("max_split_size_mb:64, backend : cudaMallocAsync", "max_split_size_mb:64"),
+            (
+                "backend:native,roundup_power2_divisions:[256:1,>:8]",
+                "roundup_power2_divisions:[256:1,>:8]",
+            ),
+            ("expandable_segments:True", "expandable_segments:True"),
+            ("", ""),
+        ] {
+            assert_eq!(without_key(conf, "backend"), left);
+        }
+    }
+}
