@@ -18,7 +18,6 @@ mod table;
 use std::ffi::OsString;
 use std::fmt;
 use std::io::{self, Write};
-use std::process::ExitCode;
 
 use clap::Parser;
 
@@ -34,15 +33,15 @@ enum Verdict {
     Differs = 3,
 }
 
-/// Runs the command line `args`, program name first.
-pub fn run(args: impl IntoIterator<Item = OsString>) -> ExitCode {
+/// Runs the command line `args`, program name first; returns the exit code.
+pub fn run(args: impl IntoIterator<Item = OsString>) -> u8 {
     let cli = match Cli::try_parse_from(args) {
         Ok(cli) => cli,
         Err(error) => {
             // Help and version are no errors, and go to standard output.
             let code = if error.use_stderr() { Verdict::BadInput } else { Verdict::Fits };
             let _ = error.print();
-            return ExitCode::from(code as u8);
+            return code as u8;
         }
     };
     let mut streams = Streams {
@@ -74,7 +73,7 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> ExitCode {
         }
         None => {}
     }
-    ExitCode::from(verdict as u8)
+    verdict as u8
 }
 
 /// Where a command writes.

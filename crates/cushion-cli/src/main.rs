@@ -3,5 +3,5 @@
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
-    cushion_cli::run(std::env::args_os())
+    cushion_cli::run(std::env::args_os()).into()
 }

@@ -57,20 +57,23 @@ pub struct Options {
 
 impl Default for Options {
     fn default() -> Self {
-        Self {
-            max_split_size: None,
-            max_non_split_rounding: None,
-            roundup_power2_divisions: [0; INTERVALS],
-            garbage_collection_threshold: 0.0,
-            expandable_segments: false,
-            large_segment_size: 20 * MIB,
-            per_process_memory_fraction: 1.0,
-            graph_capture_record_stream_reuse: false,
-        }
+        Self::DEFAULT
     }
 }
 
 impl Options {
+    /// The options of a conf string that says nothing.
+    pub const DEFAULT: Self = Self {
+        max_split_size: None,
+        max_non_split_rounding: None,
+        roundup_power2_divisions: [0; INTERVALS],
+        garbage_collection_threshold: 0.0,
+        expandable_segments: false,
+        large_segment_size: 20 * MIB,
+        per_process_memory_fraction: 1.0,
+        graph_capture_record_stream_reuse: false,
+    };
+
     /// Reads a conf string, starting from the defaults.
     pub fn parse(conf: &str) -> Result<Parsed, OptionsError> {
         let mut options = Self::default();

@@ -173,7 +173,7 @@ macro_rules! counters {
         }
 
         /// All figures of one engine, as read at one moment.
-        #[derive(Debug, Clone, PartialEq, Eq)]
+        #[derive(Debug, Clone, Default, PartialEq, Eq)]
         #[non_exhaustive]
         pub struct Stats {
             $($(#[doc = $array_doc])* pub $array: StatArray,)*

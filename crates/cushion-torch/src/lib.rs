@@ -1,0 +1,303 @@
+//! Cushion as PyTorch's allocator: one library that is both the plug-in PyTorch loads and the Python
+//! module `cushion._cushion`. They share their statics, so what the module configures is what the plug-in
+//! does.
+//!
+//! - `abi.rs`: the entry points PyTorch calls; `plugin.rs`: what they do; `function.rs`: the C++ function
+//!   that comes with one of them.
+//! - `throw.rs`, `refusal.rs`: what a refused allocation raises and says.
+//! - `gil.rs`, `fork.rs`: how all of this lives in a Python process.
+//! - `recorder.rs`, `stacks.rs`, `snapshot.rs`: history, with Python stacks.
+//! - `profiler.rs`: reports to `torch.profiler`. `symbols.rs`: finding what others have loaded.
+
+#![expect(unreachable_pub, reason = "the entry points are found by their names")]
+
+mod abi;
+mod fork;
+mod function;
+mod gil;
+mod plugin;
+mod profiler;
+mod recorder;
+mod refusal;
+mod snapshot;
+mod stacks;
+mod symbols;
+mod throw;
+
+use pyo3::prelude::*;
+
+/// The Rust half of the package `cushion`. Its Python half keeps to these functions.
+#[pymodule]
+mod _cushion {
+    use std::collections::HashMap;
+    use std::ffi::OsString;
+
+    use cushion::core::options::{Asked, Settings, torch_variable, without_key};
+    use cushion::core::{Action, Policy, PoolId};
+    use cushion::{CudaEngine, HistoryPlan, devices};
+    use pyo3::exceptions::{PyRuntimeError, PyValueError};
+    use pyo3::prelude::*;
+    use pyo3::types::{PyDict, PyList, PyString};
+
+    use super::recorder::{self, Level};
+    use super::{abi, fork, gil, plugin, profiler, refusal, snapshot, stacks, throw};
+
+    #[pymodule_export]
+    #[allow(non_upper_case_globals, reason = "the name that Python packages give it")]
+    const __version__: &str = env!("CARGO_PKG_VERSION");
+
+    /// What was asked for, and what follows from it.
+    #[pyclass(frozen, name = "Settings")]
+    struct PySettings {
+        settings: Settings,
+        #[pyo3(get)]
+        torch_variable: Option<(String, String)>,
+    }
+
+    #[pymethods]
+    impl PySettings {
+        #[getter]
+        fn policy(&self) -> &'static str {
+            Policy::of(&self.settings.options).name()
+        }
+
+        #[getter]
+        fn conf(&self) -> String {
+            self.settings.options.to_conf()
+        }
+
+        #[getter]
+        fn log(&self) -> bool {
+            self.settings.log
+        }
+    }
+
+    /// Gathers the settings of this process from arguments and from the variables of `environ`.
+    #[pyfunction]
+    #[pyo3(signature = (environ, policy=None, conf=None, log=None))]
+    fn gather_settings(
+        environ: HashMap<String, String>,
+        policy: Option<String>,
+        conf: Option<String>,
+        log: Option<bool>,
+    ) -> PyResult<PySettings> {
+        let variable = |name: &str| environ.get(name).cloned();
+        let settings = Settings::gather(&Asked { policy, conf, log }, variable)
+            .map_err(|error| PyValueError::new_err(error.to_string()))?;
+        let torch_variable = torch_variable(variable)
+            .map(|(name, conf)| (name.to_owned(), without_key(&conf, "backend")));
+        Ok(PySettings { settings, torch_variable })
+    }
+
+    /// Makes `settings` those of every device. Returns the name of what is raised when memory runs out.
+    #[pyfunction]
+    fn start(settings: &PySettings) -> &'static str {
+        fork::watch();
+        profiler::start();
+        devices().set_options(&settings.settings.options);
+        throw::out_of_memory_name()
+    }
+
+    /// Python is shutting down: nothing calls into it from now on.
+    #[pyfunction]
+    fn stop() {
+        gil::stop();
+    }
+
+    /// The addresses of the plug-in's functions, by the names of PyTorch's setters.
+    #[pyfunction]
+    fn hooks() -> HashMap<&'static str, usize> {
+        abi::hooks().into_iter().map(|(name, hook)| (name, hook.expose_provenance())).collect()
+    }
+
+    /// Applies a conf string to every device; returns the keys that are PyTorch's alone.
+    #[pyfunction]
+    fn configure(py: Python<'_>, conf: &str) -> PyResult<Vec<String>> {
+        let not_ours = py.detach(|| devices().configure(conf));
+        let not_ours = not_ours.map_err(|error| PyValueError::new_err(error.to_string()))?;
+        Ok(not_ours.into_iter().map(|pair| pair.key).collect())
+    }
+
+    /// The options in force as a conf string.
+    #[pyfunction]
+    fn conf(py: Python<'_>) -> String {
+        py.detach(|| devices().options().to_conf())
+    }
+
+    /// A conf string without its `backend`.
+    #[pyfunction]
+    fn without_backend(conf: &str) -> String {
+        without_key(conf, "backend")
+    }
+
+    /// The figures of a device, nested as PyTorch's are.
+    #[pyfunction]
+    fn memory_stats(py: Python<'_>, device: i64) -> PyResult<Bound<'_, PyDict>> {
+        let nested = PyDict::new(py);
+        let flat = match engine(device)? {
+            Some(engine) => engine.stats().flat(),
+            None => cushion::core::Stats::default().flat(),
+        };
+        for (key, value) in flat {
+            let mut dict = nested.clone();
+            let mut parts = key.split('.').peekable();
+            while let Some(part) = parts.next() {
+                if parts.peek().is_none() {
+                    dict.set_item(part, value)?;
+                    break;
+                }
+                dict = match dict.get_item(part)? {
+                    Some(inner) => inner.cast_into::<PyDict>()?,
+                    None => {
+                        let inner = PyDict::new(py);
+                        dict.set_item(part, &inner)?;
+                        inner
+                    }
+                };
+            }
+        }
+        Ok(nested)
+    }
+
+    /// Cushion's own figures of a device.
+    #[pyfunction]
+    fn own_stats(py: Python<'_>, device: i64) -> PyResult<Bound<'_, PyDict>> {
+        let stats = engine(device)?.map(CudaEngine::stats).unwrap_or_default();
+        let result = PyDict::new(py);
+        result.set_item("hits", stats.hits)?;
+        result.set_item("misses", stats.misses)?;
+        result.set_item("cached_bytes", stats.cached_bytes())?;
+        result.set_item("largest_free_block", stats.largest_free_block())?;
+        result.set_item("blocks", stats.blocks())?;
+        result.set_item("free_blocks", stats.free_blocks())?;
+        Ok(result)
+    }
+
+    /// Peaks start again from now.
+    #[pyfunction]
+    fn reset_peak_memory_stats(py: Python<'_>, device: i64) -> PyResult<()> {
+        let engine = engine(device)?;
+        py.detach(|| engine.map(CudaEngine::reset_peak_stats));
+        Ok(())
+    }
+
+    /// Totals start again from zero.
+    #[pyfunction]
+    fn reset_accumulated_memory_stats(py: Python<'_>, device: i64) -> PyResult<()> {
+        let engine = engine(device)?;
+        py.detach(|| engine.map(CudaEngine::reset_accumulated_stats));
+        Ok(())
+    }
+
+    /// The fraction of a device that this process may hold.
+    #[pyfunction]
+    fn memory_fraction(py: Python<'_>, device: i64) -> PyResult<f64> {
+        let engine = engine(device)?;
+        Ok(py.detach(|| match engine {
+            Some(engine) => engine.memory_fraction(),
+            None => devices().options().per_process_memory_fraction,
+        }))
+    }
+
+    /// Gives back what is cached, on every device.
+    #[pyfunction]
+    fn empty_cache(py: Python<'_>) -> PyResult<()> {
+        py.detach(plugin::empty_cache).map_err(|failure| {
+            let (throw::Failure::OutOfMemory(text) | throw::Failure::Other(text)) = failure;
+            PyRuntimeError::new_err(text)
+        })
+    }
+
+    /// All segments and blocks, and the events kept, as PyTorch's `_cuda_memorySnapshot` returns them.
+    #[pyfunction]
+    #[pyo3(signature = (pool=None, include_traces=true))]
+    fn memory_snapshot(
+        py: Python<'_>,
+        pool: Option<(u64, u64)>,
+        include_traces: bool,
+    ) -> PyResult<Bound<'_, PyDict>> {
+        let pool = pool.map(|(first, second)| PoolId(first, second));
+        snapshot::snapshot(py, pool.filter(|pool| *pool != PoolId::DEFAULT), include_traces)
+    }
+
+    /// Keeps the last `max_entries` events from now on, with Python stacks as `context` says.
+    #[pyfunction]
+    #[pyo3(signature = (enabled, context, max_entries, clear_history, skip_actions))]
+    fn record_memory_history(
+        py: Python<'_>,
+        enabled: Option<&str>,
+        context: Option<&str>,
+        max_entries: usize,
+        clear_history: bool,
+        skip_actions: Vec<String>,
+    ) -> PyResult<()> {
+        let entries = match enabled {
+            None => 0,
+            // What is live is known anyway; PyTorch keeps one event then.
+            Some("state") => 1,
+            Some("all") => max_entries.max(1),
+            Some(other) => {
+                let text = format!("enabled is '{other}', expected None, 'state' or 'all'");
+                return Err(PyValueError::new_err(text));
+            }
+        };
+        let level = Level::named(context).ok_or_else(|| {
+            let context = context.unwrap_or_default();
+            let text = format!("context is '{context}', expected None, 'state', 'alloc' or 'all'");
+            PyValueError::new_err(text)
+        })?;
+        let is_skipped = |action: &Action| skip_actions.iter().any(|name| name == action.name());
+        let skip = Action::ALL.into_iter().filter(is_skipped).collect();
+        py.detach(|| devices().record_history(&HistoryPlan { entries, skip }, clear_history));
+        recorder::set_level(if entries > 0 { level } else { Level::Never });
+        Ok(())
+    }
+
+    /// The Python stack at which a live allocation was made.
+    #[pyfunction]
+    fn allocation_traceback(py: Python<'_>, address: u64) -> PyResult<Option<Bound<'_, PyList>>> {
+        let context = py.detach(|| devices().made().find_map(|(_, e)| e.context_of(address)));
+        let stack = context.and_then(recorder::stack_of);
+        stack.map(|stack| stacks::show(py, stack)).transpose()
+    }
+
+    /// Notes `metadata` beside every allocation from now on.
+    #[pyfunction]
+    fn set_metadata(metadata: &str) {
+        recorder::set_metadata(metadata);
+    }
+
+    /// What is noted beside every allocation now.
+    #[pyfunction]
+    fn metadata() -> String {
+        recorder::metadata()
+    }
+
+    /// Calls `observer(device, bytes, limit, free)` whenever an allocation is refused.
+    #[pyfunction]
+    fn observe_refusals(observer: Py<PyAny>) {
+        refusal::observe(observer);
+    }
+
+    /// Checks the engine of a device against itself; raises if something is wrong.
+    #[pyfunction]
+    fn check_invariants(py: Python<'_>, device: i64) -> PyResult<()> {
+        let engine = engine(device)?;
+        let checked = py.detach(|| engine.map_or(Ok(()), CudaEngine::check_invariants));
+        checked.map_err(|violation| PyRuntimeError::new_err(format!("Cushion: {violation}")))
+    }
+
+    /// Runs the command line `args`, program name first; returns the exit code.
+    #[pyfunction]
+    fn command(py: Python<'_>, args: Vec<Bound<'_, PyString>>) -> PyResult<u8> {
+        let args: Vec<OsString> = args.iter().map(|arg| arg.extract()).collect::<PyResult<_>>()?;
+        Ok(py.detach(|| cushion_cli::run(args)))
+    }
+
+    fn engine(device: i64) -> PyResult<Option<&'static CudaEngine>> {
+        if usize::try_from(device).is_ok_and(|device| device < cushion::MAX_DEVICES) {
+            return Ok(devices().get(device));
+        }
+        Err(PyValueError::new_err(format!("no device {device}")))
+    }
+}

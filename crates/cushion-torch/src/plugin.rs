@@ -1,0 +1,177 @@
+//! The allocator behind the entry points: what PyTorch asks, in terms of the engine.
+//!
+//! Nothing here throws or panics across a border: `abi.rs` turns what these functions return into what
+//! C++ expects.
+
+use std::sync::atomic::{AtomicI64, Ordering};
+
+use cushion::core::{AddressError, AllocError, Context, PoolId, StreamFilter, StreamId};
+use cushion::{CudaEngine, devices};
+
+use crate::gil;
+use crate::profiler::{self, Totals};
+use crate::recorder::{self, Level};
+use crate::refusal;
+use crate::throw::Failure;
+
+/// How many devices PyTorch counted.
+static DEVICE_COUNT: AtomicI64 = AtomicI64::new(0);
+
+/// How many devices PyTorch has.
+pub(crate) fn device_count() -> usize {
+    let told = usize::try_from(DEVICE_COUNT.load(Ordering::Relaxed)).unwrap_or(0);
+    let used = devices().made().map(|(device, _)| device + 1).max().unwrap_or(0);
+    told.max(used)
+}
+
+/// Memory for a tensor.
+pub(crate) fn alloc(bytes: u64, device: i64, stream: StreamId) -> Result<u64, Failure> {
+    if bytes == 0 {
+        return Ok(0);
+    }
+    let engine = engine(device)?;
+    let context = recorder::context(Level::State);
+    let served = alloc_without_the_gil(engine, bytes, stream, context);
+    match served {
+        Ok(address) => {
+            report(engine, address, device, 1);
+            Ok(address)
+        }
+        Err(error) => Err(refusal::refused(device, engine, &error)),
+    }
+}
+
+/// A thread with Python's lock takes what is there at once, and otherwise gives the lock up before it
+/// waits.
+fn alloc_without_the_gil(
+    engine: &CudaEngine,
+    bytes: u64,
+    stream: StreamId,
+    context: Context,
+) -> Result<u64, AllocError> {
+    if gil::is_held() {
+        if let Some(address) = engine.try_alloc_for(bytes, stream, context) {
+            return Ok(address);
+        }
+        let _released = gil::release();
+        return engine.alloc_for(bytes, stream, context);
+    }
+    engine.alloc_for(bytes, stream, context)
+}
+
+/// A tensor is gone. Called from destructors, so it cannot fail: an address that is not ours is left
+/// alone, and a free whose event could not be recorded is completed by the engine later.
+pub(crate) fn free(address: u64, device: i64) {
+    let Some(engine) = devices().get(device) else { return };
+    if address == 0 {
+        return;
+    }
+    report(engine, address, device, -1);
+    let context = recorder::context(Level::All);
+    if gil::is_held() {
+        if engine.try_free_for(address, context).is_some() {
+            return;
+        }
+        let _released = gil::release();
+        let _ = engine.free_for(address, context);
+        return;
+    }
+    let _ = engine.free_for(address, context);
+}
+
+/// Tells the profiler, if it records, of an allocation (`sign` 1) or a free (-1).
+fn report(engine: &CudaEngine, address: u64, device: i64, sign: i64) {
+    let Some(profiler) = profiler::recording() else { return };
+    let _released = gil::release();
+    let Some((size, _)) = engine.size_of(address) else { return };
+    let stats = engine.stats();
+    let freed = if sign < 0 { size } else { 0 };
+    let allocated = stats.allocated_bytes.all.current.saturating_sub(freed);
+    let totals = Totals { allocated, reserved: stats.reserved_bytes.all.current };
+    profiler.usage(address, sign * i64::try_from(size).unwrap_or(i64::MAX), device, totals);
+}
+
+/// Work on `stream` uses the allocation at `address`, which may be anybody's.
+pub(crate) fn record_stream(address: u64, stream: StreamId) -> Result<(), Failure> {
+    let _released = gil::release();
+    for (_, engine) in devices().made() {
+        match engine.record_stream(address, stream) {
+            Ok(()) => return Ok(()),
+            Err(AddressError::Unknown { .. }) => {}
+            Err(error) => return Err(Failure::Other(format!("Cushion: {error}"))),
+        }
+    }
+    Ok(())
+}
+
+/// PyTorch starts.
+pub(crate) fn init(count: i64) {
+    DEVICE_COUNT.fetch_max(count, Ordering::Relaxed);
+}
+
+/// Gives back what is cached, on every device.
+pub(crate) fn empty_cache() -> Result<(), Failure> {
+    let _released = gil::release();
+    for (device, engine) in devices().made() {
+        engine.empty_cache().map_err(|error| {
+            Failure::Other(format!("Cushion: empty_cache() on GPU {device}: {error}"))
+        })?;
+    }
+    Ok(())
+}
+
+/// Limits this process to a fraction of a device.
+pub(crate) fn set_memory_fraction(fraction: f64, device: i64) -> Result<(), Failure> {
+    let _released = gil::release();
+    let set = engine(device)?.set_memory_fraction(fraction);
+    set.map_err(|error| Failure::Other(format!("Cushion: {error}")))
+}
+
+/// Where the memory around an allocation begins, and its size.
+pub(crate) fn base_of(address: u64) -> Option<(u64, u64)> {
+    let _released = gil::release();
+    devices().made().find_map(|(_, engine)| engine.base_of(address))
+}
+
+/// Allocations of the streams that `filter` accepts go to `pool` from now on.
+pub(crate) fn begin_pool(device: i64, pool: PoolId, filter: StreamFilter) -> Result<(), Failure> {
+    let _released = gil::release();
+    engine(device)?.begin_allocate_to_pool(pool, filter).map_err(pool_failure)
+}
+
+/// Allocations go to `pool` no longer.
+pub(crate) fn end_pool(device: i64, pool: PoolId) -> Result<(), Failure> {
+    let _released = gil::release();
+    engine(device)?.end_allocate_to_pool(pool).map_err(pool_failure)
+}
+
+/// A use of `pool` is over. Called from destructors, so it cannot fail: a pool that is not there is not
+/// used either.
+pub(crate) fn release_pool(device: i64, pool: PoolId) {
+    let _released = gil::release();
+    if let Some(engine) = devices().get(device) {
+        let _ = engine.release_pool(pool);
+    }
+}
+
+/// An error of the driver with the driver's own name for it.
+pub(crate) fn explain(error: &AllocError) -> String {
+    match error {
+        AllocError::Driver(error) => match error.fault {
+            cushion::core::driver::Fault::Failed(code) => match cushion::error_name(code) {
+                Some(name) => format!("the CUDA driver's call {} failed with {name}", error.call),
+                None => error.to_string(),
+            },
+            cushion::core::driver::Fault::OutOfMemory => error.to_string(),
+        },
+        other => other.to_string(),
+    }
+}
+
+fn engine(device: i64) -> Result<&'static CudaEngine, Failure> {
+    devices().get_or_make(device).map_err(|error| refusal::no_device(device, &error))
+}
+
+fn pool_failure(error: cushion::core::PoolError) -> Failure {
+    Failure::Other(format!("Cushion: {error}"))
+}

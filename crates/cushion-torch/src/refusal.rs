@@ -1,0 +1,148 @@
+//! What a refused allocation says, and who is told of it.
+//!
+//! The message begins in PyTorch's own form, which programs match against; what Cushion tried follows.
+
+use std::fmt::Write as _;
+use std::sync::{Mutex, PoisonError};
+
+use cushion::core::driver::Driver as _;
+use cushion::core::size::display;
+use cushion::core::{AllocError, Shortage};
+use cushion::{CudaEngine, DeviceError};
+use pyo3::prelude::*;
+
+use crate::profiler::{self, Totals};
+use crate::throw::Failure;
+use crate::{gil, plugin};
+
+/// PyTorch refuses requests of this size and more in other words.
+const EXBIBYTE: u64 = 1 << 60;
+
+static OBSERVERS: Mutex<Vec<Py<PyAny>>> = Mutex::new(Vec::new());
+
+/// Calls `observer(device, bytes, limit, free)` at every refusal from now on, before the error is raised.
+pub(crate) fn observe(observer: Py<PyAny>) {
+    OBSERVERS.lock().unwrap_or_else(PoisonError::into_inner).push(observer);
+}
+
+/// A request of a device that cannot be used.
+#[cold]
+pub(crate) fn no_device(device: i64, error: &DeviceError) -> Failure {
+    Failure::Other(format!("Cushion cannot use GPU {device}: {error}"))
+}
+
+/// A request was refused. No lock is held.
+#[cold]
+pub(crate) fn refused(device: i64, engine: &CudaEngine, error: &AllocError) -> Failure {
+    match error {
+        AllocError::FullNow(shortage) | AllocError::NeverFits(shortage) => {
+            if let Some(profiler) = profiler::recording() {
+                let Shortage { allocated, reserved, .. } = **shortage;
+                profiler.out_of_memory(shortage.wanted, device, Totals { allocated, reserved });
+            }
+            let free = shortage.device_free.unwrap_or(0);
+            let limit = shortage.allowed.unwrap_or(shortage.device_total);
+            tell(device, shortage.wanted, limit, free);
+            Failure::OutOfMemory(message(device, engine, shortage))
+        }
+        other => Failure::Other(format!("Cushion on GPU {device}: {}", plugin::explain(other))),
+    }
+}
+
+/// Tells the observers. What they raise is shown by Python as errors that nobody can catch are, and the
+/// refusal goes on: the program is to see that memory ran out.
+fn tell(device: i64, bytes: u64, limit: u64, free: u64) {
+    if !gil::is_running() {
+        return;
+    }
+    Python::attach(|py| {
+        let observers: Vec<_> = {
+            let observers = OBSERVERS.lock().unwrap_or_else(PoisonError::into_inner);
+            observers.iter().map(|observer| observer.clone_ref(py)).collect()
+        };
+        for observer in observers {
+            if let Err(error) = observer.call1(py, (device, bytes, limit, free)) {
+                error.write_unraisable(py, Some(observer.bind(py)));
+            }
+        }
+    });
+}
+
+fn message(device: i64, engine: &CudaEngine, shortage: &Shortage) -> String {
+    if shortage.requested >= EXBIBYTE {
+        return "CUDA out of memory. Tried to allocate more than 1EB memory.".to_owned();
+    }
+    let Shortage { device_total, device_free, allowed, reserved, allocated, private_free, .. } =
+        *shortage;
+    let device_free = device_free.unwrap_or(0);
+    let mut text = format!(
+        "CUDA out of memory. Tried to allocate {}. GPU {device} has a total capacity of {} of which {} \
+         is free. ",
+        display(shortage.wanted),
+        display(device_total),
+        display(device_free),
+    );
+    // Writing to a string cannot fail, here and below.
+    if let Some(allowed) = allowed {
+        let _ = write!(text, "{} allowed; ", display(allowed));
+    }
+    let in_pools = allocated + private_free;
+    let _ = write!(text, "Of the allocated memory {} is allocated by PyTorch, ", display(in_pools));
+    if private_free > 0 {
+        let private = display(private_free);
+        let _ = write!(text, "with {private} allocated in private pools (e.g., CUDA Graphs), ");
+    }
+    let cached = reserved.saturating_sub(in_pools);
+    let _ = write!(text, "and {} is reserved by PyTorch but unallocated.", display(cached));
+    add_what_was_tried(&mut text, shortage);
+    add_hint(&mut text, engine, shortage, cached);
+    text
+}
+
+fn add_what_was_tried(text: &mut String, shortage: &Shortage) {
+    if shortage.wanted > shortage.allowed.unwrap_or(shortage.device_total) {
+        text.push_str(
+            " Cushion: this can never fit, whatever is freed, so nothing was given back.",
+        );
+        return;
+    }
+    let tried: Vec<_> = shortage.tried.iter().map(ToString::to_string).collect();
+    if !tried.is_empty() {
+        let _ = write!(text, " Cushion {}; it was not enough.", tried.join(", then "));
+    }
+    if shortage.recording {
+        text.push_str(
+            " Allocations go to a private pool, where a graph capture may be under way: nothing can be \
+             given back or waited for then.",
+        );
+    }
+    let _ = write!(text, " The largest free block is {}", display(shortage.largest_free));
+    if shortage.pending > 0 {
+        let _ = write!(text, "; {} wait for other streams", display(shortage.pending));
+    }
+    text.push('.');
+}
+
+fn add_hint(text: &mut String, engine: &CudaEngine, shortage: &Shortage, cached: u64) {
+    let fragmented = cached >= shortage.wanted;
+    if fragmented && !engine.options().expandable_segments {
+        text.push_str(
+            " Cached memory would be enough if it lay together: cushion.install(policy=\"expandable\"), or \
+             CUSHION_POLICY=expandable, lets it.",
+        );
+    } else if let Some(others) = memory_of_others(engine, shortage)
+        && others >= shortage.wanted
+    {
+        let _ = write!(text, " Other processes hold {} of this GPU.", display(others));
+    }
+}
+
+/// What is neither free nor ours: other processes, and what this one holds past the allocator (the CUDA
+/// context, libraries).
+fn memory_of_others(engine: &CudaEngine, shortage: &Shortage) -> Option<u64> {
+    /// A context and the libraries of this very process.
+    const OURS_BESIDES: u64 = 2 << 30;
+    let info = engine.driver().memory_info().ok()?;
+    let used = info.total.saturating_sub(info.free);
+    used.checked_sub(shortage.reserved)?.checked_sub(OURS_BESIDES)
+}

@@ -1,0 +1,193 @@
+//! One engine per GPU of this process, made at first use.
+//!
+//! A device that nobody asked for costs nothing: no context is made on it. What is set for all devices
+//! (options, history) reaches the engines there are and those made later.
+//!
+//! A child made by `fork` has no GPU: CUDA does not survive a fork, and a lock may have been held by a
+//! thread that does not exist in the child. There, [`Devices::abandon`] makes every engine unreachable.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+
+use cushion_core::options::{NotOurs, OptionsError};
+use cushion_core::{Action, Clock, Engine, EngineConfig, Ladder, Options};
+use cushion_cuda::{CudaDriver, CudaError};
+
+use crate::clock::SystemClock;
+
+/// The engine of a real GPU.
+pub type CudaEngine = Engine<CudaDriver>;
+
+/// The most devices that are served; as many as PyTorch knows.
+pub const MAX_DEVICES: usize = 128;
+
+/// The engines of this process.
+#[derive(Debug)]
+pub struct Devices {
+    engines: [OnceLock<CudaEngine>; MAX_DEVICES],
+    abandoned: AtomicBool,
+    plan: Mutex<Plan>,
+}
+
+/// What an engine that is made later begins with.
+#[derive(Debug)]
+struct Plan {
+    options: Options,
+    history: HistoryPlan,
+    clock: Option<Arc<dyn Clock>>,
+}
+
+/// What is kept of what happens.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct HistoryPlan {
+    /// How many events; zero for none.
+    pub entries: usize,
+    /// Actions that are left out.
+    pub skip: Vec<Action>,
+}
+
+/// Why a device cannot be used.
+#[derive(Debug, Clone, thiserror::Error)]
+#[non_exhaustive]
+pub enum DeviceError {
+    /// No process has so many devices.
+    #[error("no device {0}: Cushion serves devices 0 to {last}", last = MAX_DEVICES - 1)]
+    OutOfRange(i64),
+    /// This process is a child made by fork.
+    #[error(
+        "CUDA cannot be used in a process made by fork: start it with the method `spawn` or \
+         `forkserver`"
+    )]
+    Forked,
+    /// The driver would not have it.
+    #[error(transparent)]
+    Cuda(#[from] CudaError),
+}
+
+/// The engines of this process.
+pub fn devices() -> &'static Devices {
+    static DEVICES: Devices = Devices::new();
+    &DEVICES
+}
+
+impl Devices {
+    const fn new() -> Self {
+        let plan = Plan {
+            options: Options::DEFAULT,
+            history: HistoryPlan { entries: 0, skip: Vec::new() },
+            clock: None,
+        };
+        Self {
+            engines: [const { OnceLock::new() }; MAX_DEVICES],
+            abandoned: AtomicBool::new(false),
+            plan: Mutex::new(plan),
+        }
+    }
+
+    /// The engine of a device, if there is one yet.
+    #[must_use]
+    pub fn get(&self, device: i64) -> Option<&CudaEngine> {
+        if self.is_abandoned() {
+            return None;
+        }
+        usize::try_from(device).ok().and_then(|device| self.engines.get(device))?.get()
+    }
+
+    /// The engine of a device; the first call makes it, and the device's primary context.
+    pub fn get_or_make(&self, device: i64) -> Result<&CudaEngine, DeviceError> {
+        match self.get(device) {
+            Some(engine) => Ok(engine),
+            None => self.make(device),
+        }
+    }
+
+    #[cold]
+    fn make(&self, device: i64) -> Result<&CudaEngine, DeviceError> {
+        let place = usize::try_from(device).ok().and_then(|device| self.engines.get(device));
+        let (Some(place), Ok(index)) = (place, u32::try_from(device)) else {
+            return Err(DeviceError::OutOfRange(device));
+        };
+        // Held while the engine is made, so that two threads do not make two.
+        let mut plan = self.plan().ok_or(DeviceError::Forked)?;
+        if let Some(engine) = place.get() {
+            return Ok(engine);
+        }
+        let driver = CudaDriver::new(index)?;
+        let clock = plan.clock.get_or_insert_with(|| Arc::new(SystemClock::new()));
+        let clock = Arc::clone(clock);
+        let options = plan.options.clone();
+        let engine =
+            Engine::with_config(driver, EngineConfig { options, ladder: Ladder::Graceful, clock });
+        if plan.history.entries > 0 {
+            engine.record_history(plan.history.entries);
+            engine.skip_in_history(&plan.history.skip);
+        }
+        Ok(place.get_or_init(|| engine))
+    }
+
+    /// The engines there are, each with its device.
+    pub fn made(&self) -> impl Iterator<Item = (usize, &CudaEngine)> {
+        let abandoned = self.is_abandoned();
+        let engines = self.engines.iter().enumerate().filter(move |_| !abandoned);
+        engines.filter_map(|(device, engine)| Some((device, engine.get()?)))
+    }
+
+    /// Sets the options of every engine.
+    pub fn set_options(&self, options: &Options) {
+        let Some(mut plan) = self.plan() else { return };
+        plan.options = options.clone();
+        let conf = options.to_conf();
+        for (_, engine) in self.made() {
+            // What was parsed once parses again.
+            let _ = engine.configure(&conf);
+        }
+    }
+
+    /// Applies a conf string to every engine; on an error nothing changes. Returns the pairs that are
+    /// not ours.
+    pub fn configure(&self, conf: &str) -> Result<Vec<NotOurs>, OptionsError> {
+        let Some(mut plan) = self.plan() else { return Ok(Vec::new()) };
+        let not_ours = plan.options.apply(conf)?;
+        for (_, engine) in self.made() {
+            engine.configure(conf)?;
+        }
+        Ok(not_ours)
+    }
+
+    /// The options of engines made from now on.
+    #[must_use]
+    pub fn options(&self) -> Options {
+        self.plan().map_or(Options::DEFAULT, |plan| plan.options.clone())
+    }
+
+    /// Keeps what happens on every engine from now on: after what was kept so far, or from nothing.
+    pub fn record_history(&self, history: &HistoryPlan, clear: bool) {
+        let Some(mut plan) = self.plan() else { return };
+        plan.history = history.clone();
+        for (_, engine) in self.made() {
+            if clear || history.entries == 0 {
+                engine.record_history(history.entries);
+            } else {
+                engine.resize_history(history.entries);
+            }
+            engine.skip_in_history(&history.skip);
+        }
+    }
+
+    /// No engine can be reached from now on. For a child made by fork; does nothing but store a flag, so
+    /// that it may be called where only that is allowed.
+    pub fn abandon(&self) {
+        self.abandoned.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether this is a child made by fork.
+    #[must_use]
+    pub fn is_abandoned(&self) -> bool {
+        self.abandoned.load(Ordering::Relaxed)
+    }
+
+    /// The plan; none in a child made by fork, where a thread that is gone may hold its lock.
+    fn plan(&self) -> Option<MutexGuard<'_, Plan>> {
+        (!self.is_abandoned()).then(|| self.plan.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+}

@@ -1,0 +1,70 @@
+"""The Rust half of the package: the engine's controls. PyTorch itself calls the library's C functions."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+__version__: str
+__file__: str
+
+class Settings:
+    """What was asked for, and what follows from it."""
+
+    @property
+    def policy(self) -> str: ...
+    @property
+    def conf(self) -> str:
+        """The options that differ from their default, as a conf string."""
+    @property
+    def log(self) -> bool: ...
+    @property
+    def torch_variable(self) -> tuple[str, str] | None:
+        """The variable that PyTorch reads its options from, and its text without `backend`."""
+
+def gather_settings(
+    environ: Mapping[str, str], policy: str | None = None, conf: str | None = None, log: bool | None = None
+) -> Settings:
+    """The settings from arguments and variables; ValueError names the one that is no good."""
+
+def start(settings: Settings) -> str:
+    """Makes `settings` those of every device; returns the name of what is raised when memory runs out."""
+
+def stop() -> None:
+    """Python is shutting down: nothing calls into it from now on."""
+
+def hooks() -> dict[str, int]:
+    """The addresses of the plug-in's functions, by the names of PyTorch's setters."""
+
+def configure(conf: str) -> list[str]:
+    """Applies a conf string to every device; returns the keys that are PyTorch's alone."""
+
+def conf() -> str:
+    """The options in force as a conf string."""
+
+def without_backend(conf: str) -> str:
+    """A conf string without its `backend`."""
+
+def memory_stats(device: int) -> dict[str, Any]:
+    """The figures of a device, nested as PyTorch's are."""
+
+def own_stats(device: int) -> dict[str, int]:
+    """Cushion's own figures of a device."""
+
+def reset_peak_memory_stats(device: int) -> None: ...
+def reset_accumulated_memory_stats(device: int) -> None: ...
+def memory_fraction(device: int) -> float: ...
+def empty_cache() -> None: ...
+def memory_snapshot(pool: tuple[int, int] | None = None, include_traces: bool = True) -> dict[str, Any]: ...
+def record_memory_history(
+    enabled: str | None, context: str | None, max_entries: int, clear_history: bool, skip_actions: Sequence[str]
+) -> None: ...
+def allocation_traceback(address: int) -> list[dict[str, Any]] | None: ...
+def set_metadata(metadata: str) -> None: ...
+def metadata() -> str: ...
+def observe_refusals(observer: Callable[[int, int, int, int], object]) -> None:
+    """Calls `observer(device, bytes, limit, free)` whenever an allocation is refused."""
+
+def check_invariants(device: int) -> None:
+    """Checks the engine of a device against itself; raises if something is wrong."""
+
+def command(args: Sequence[str]) -> int:
+    """Runs the command line `args`, program name first; returns the exit code."""

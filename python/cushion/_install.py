@@ -1,0 +1,139 @@
+"""Takes the place of PyTorch's allocator, once per process and before CUDA is used."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import re
+import sys
+import threading
+from types import ModuleType
+from typing import Any, Literal
+
+from . import _cushion, _limits, _patches
+
+OLDEST_TORCH = (2, 3)
+
+logger = logging.getLogger("cushion")
+
+_lock = threading.Lock()
+_plugin: Any = None
+
+
+class InstallError(RuntimeError):
+    """Cushion could not take PyTorch's place; the text says why, and what to do."""
+
+
+def install(
+    policy: Literal["segments", "expandable"] | None = None,
+    enable_logging: bool | None = None,
+    conf: str | None = None,
+) -> None:
+    """Makes Cushion the allocator of PyTorch's CUDA tensors, for the rest of this process.
+
+    Call it before CUDA is used. What is not given comes from the environment (`CUSHION_POLICY`,
+    `CUSHION_LOG`, `CUSHION_CONF`, a variable for each option, and `PYTORCH_CUDA_ALLOC_CONF`), and else is
+    the default. A second call only changes these settings.
+
+    :param policy: how memory is laid out: "segments", as PyTorch's classic allocator does it, or
+        "expandable", as its expandable segments
+    :param enable_logging: whether messages go to standard error; Python's logger `cushion` has them anyway
+    :param conf: options as `key:value,key:value`, in the syntax of `PYTORCH_CUDA_ALLOC_CONF`
+    :raises InstallError: if CUDA was used already, or PyTorch is missing, too old or without CUDA
+    :raises ValueError: if a setting is no good
+    """
+    settings = _cushion.gather_settings(dict(os.environ), policy, conf, enable_logging)
+    if settings.log:
+        _log_to_stderr()
+    with _lock:
+        if _plugin is None:
+            _take_over(settings)
+        else:
+            _cushion.start(settings)
+    options = settings.conf or "no other options"
+    logger.info("cushion %s installed: policy %s, %s", _cushion.__version__, settings.policy, options)
+
+
+def is_installed() -> bool:
+    """Whether PyTorch's allocations go through Cushion."""
+    return _plugin is not None
+
+
+def _take_over(settings: _cushion.Settings) -> None:
+    global _plugin
+    torch = _usable_torch()
+    _keep_backend_from_torch(settings)
+    plugin = torch.cuda.memory.CUDAPluggableAllocator(_cushion.__file__, "cushion_alloc", "cushion_free")
+    inner = plugin.allocator()
+    for setter, address in _cushion.hooks().items():
+        getattr(inner, setter)(address)
+    raised = _cushion.start(settings)
+    try:
+        torch.cuda.memory.change_current_allocator(plugin)
+    except RuntimeError as error:
+        raise InstallError(
+            f"PyTorch does not let Cushion in: {error}. Another allocator was installed in this process "
+            "before; only one can be, and the first stays."
+        ) from error
+    _patches.apply(torch)
+    _limits.apply(torch)
+    _cushion.observe_refusals(_log_refusal)
+    atexit.register(_cushion.stop)
+    _plugin = plugin
+    if raised != "torch.OutOfMemoryError":
+        logger.warning("this PyTorch (%s) gets a %s when memory runs out", torch.__version__, raised)
+
+
+def _usable_torch() -> ModuleType:
+    try:
+        import torch
+    except ImportError as error:
+        raise InstallError("cushion.install() needs PyTorch, which cannot be imported: install it first") from error
+    found = re.match(r"(\d+)\.(\d+)", torch.__version__)
+    if found and tuple(map(int, found.groups())) < OLDEST_TORCH:
+        raise InstallError(f"PyTorch {torch.__version__} is too old for Cushion: it takes 2.3 or later")
+    if getattr(torch.version, "hip", None):
+        raise InstallError(f"PyTorch {torch.__version__} is built for ROCm, and Cushion is for CUDA")
+    if torch.version.cuda is None:
+        raise InstallError(
+            f"PyTorch {torch.__version__} is built without CUDA, so there is no GPU memory to allocate: "
+            "install a CUDA build of it"
+        )
+    if torch.cuda.is_initialized():
+        raise InstallError(
+            "CUDA is in use already, and PyTorch changes its allocator only before that. Call "
+            "cushion.install() right after `import torch`, before the first tensor or query of the GPU, or "
+            "start the program as `cushion run PROGRAM`."
+        )
+    _limits.check(torch, InstallError)
+    return torch
+
+
+def _keep_backend_from_torch(settings: _cushion.Settings) -> None:
+    """PyTorch compares `backend` of its variable with the allocator in force, and stops where they differ."""
+    if settings.torch_variable is not None:
+        name, conf = settings.torch_variable
+        if os.environ.get(name) != conf:
+            os.environ[name] = conf
+
+
+def _log_to_stderr() -> None:
+    if not any(getattr(handler, "is_cushions", False) for handler in logger.handlers):
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter("cushion: %(message)s"))
+        handler.is_cushions = True  # type: ignore[attr-defined]
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
+
+
+def _log_refusal(device: int, wanted: int, limit: int, free: int) -> None:
+    mib = 1 << 20
+    logger.warning(
+        "GPU %d: refused an allocation of %.2f MiB (%.2f MiB of %.2f MiB are free)",
+        device,
+        wanted / mib,
+        free / mib,
+        limit / mib,
+    )

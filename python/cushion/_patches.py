@@ -1,0 +1,119 @@
+"""Makes PyTorch's own questions about CUDA memory true: `torch.cuda.memory` and `torch.accelerator` look up
+functions of `torch._C` when they are called, and under a plug-in most of those raise. Here they answer from
+Cushion. Names that a version of PyTorch does not have are left out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+from . import _cushion
+
+_history_is_on = False
+
+
+def apply(torch: ModuleType) -> None:
+    replacements: dict[str, Callable[..., Any]] = {
+        "_cuda_memoryStats": _cushion.memory_stats,
+        "_cuda_resetAccumulatedMemoryStats": _cushion.reset_accumulated_memory_stats,
+        "_cuda_resetPeakMemoryStats": _cushion.reset_peak_memory_stats,
+        "_cuda_memorySnapshot": _memory_snapshot,
+        "_cuda_record_memory_history": _record_memory_history,
+        "_cuda_record_memory_history_legacy": _record_memory_history_legacy,
+        "_cuda_isHistoryEnabled": _is_history_enabled,
+        "_cuda_allocationTraceback": _cushion.allocation_traceback,
+        "_cuda_getMemoryFraction": _cushion.memory_fraction,
+        "_cuda_attach_out_of_memory_observer": _cushion.observe_refusals,
+        "_cuda_memoryMetadataSupported": _yes,
+        "_cuda_setMemoryMetadata": _set_metadata,
+        "_cuda_getMemoryMetadata": _cushion.metadata,
+        "_accelerator_getDeviceStats": _cushion.memory_stats,
+        "_accelerator_resetAccumulatedStats": _cushion.reset_accumulated_memory_stats,
+        "_accelerator_resetPeakStats": _cushion.reset_peak_memory_stats,
+        "_accelerator_emptyCache": _cushion.empty_cache,
+        "_accelerator_isAllocatorInitialized": torch.cuda.is_initialized,
+        "_accelerator_getMemoryInfo": torch.cuda.mem_get_info,
+    }
+    for name, replacement in replacements.items():
+        if hasattr(torch._C, name):
+            setattr(torch._C, name, replacement)
+    for name in ("_accelerator_setAllocatorSettings", "_cuda_cudaCachingAllocator_set_allocator_settings"):
+        if hasattr(torch._C, name):
+            setattr(torch._C, name, _settings_setter(getattr(torch._C, name)))
+
+
+def _yes() -> bool:
+    return True
+
+
+def _memory_snapshot(what: Sequence[Any] | None = None) -> dict[str, Any]:
+    """`what` is nothing, the id of a pool, or that and whether events are wanted."""
+    if what is None:
+        return _cushion.memory_snapshot()
+    pool = (int(what[0]), int(what[1]))
+    return _cushion.memory_snapshot(pool, bool(what[2]) if len(what) > 2 else True)
+
+
+def _record_memory_history(
+    enabled: str | None,
+    context: str | None,
+    stacks: str,
+    max_entries: int,
+    clear_history: bool = False,
+    compile_context: bool = False,
+    global_record_annotations: bool = False,
+    skip_actions: Sequence[str] = (),
+    record_pinned_host_memory: bool = False,
+    record_cuda: bool = True,
+) -> None:
+    global _history_is_on
+    if stacks not in ("python", "all"):
+        raise ValueError(f"stacks is '{stacks}', expected 'python' or 'all'")
+    if not record_cuda:
+        enabled = None
+    _cushion.record_memory_history(enabled, context, max_entries, clear_history, list(skip_actions))
+    _history_is_on = enabled is not None
+
+
+def _record_memory_history_legacy(
+    enabled: bool,
+    record_context: bool = True,
+    trace_alloc_max_entries: int = 1,
+    trace_alloc_record_context: bool = False,
+    record_context_cpp: bool = False,
+    clear_history: bool = False,
+    compile_context: bool = False,
+    global_record_annotations: bool = False,
+    skip_actions: Sequence[str] = (),
+    *others: Any,
+) -> None:
+    context = "all" if trace_alloc_record_context else "state" if record_context else None
+    _record_memory_history(
+        "all" if enabled else None,
+        context,
+        "python",
+        trace_alloc_max_entries,
+        clear_history,
+        skip_actions=skip_actions,
+    )
+
+
+def _is_history_enabled(*_device: Any) -> bool:
+    return _history_is_on
+
+
+def _set_metadata(metadata: str | dict[str, str]) -> None:
+    if isinstance(metadata, dict):
+        metadata = ",".join(f"{key}:{value}" for key, value in metadata.items())
+    _cushion.set_metadata(metadata)
+
+
+def _settings_setter(original: Callable[[str], None]) -> Callable[[str], None]:
+    """Ours are for Cushion; the rest, such as those of pinned host memory, PyTorch still has to hear of."""
+
+    def set_settings(conf: str) -> None:
+        if _cushion.configure(conf):
+            original(_cushion.without_backend(conf))
+
+    return set_settings

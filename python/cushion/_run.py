@@ -1,0 +1,59 @@
+"""`cushion run`: starts a program whose PyTorch uses Cushion, without a change to the program.
+
+The program, and every Python process that it starts, finds `_site/sitecustomize.py` first on its path; that
+waits for the program to import torch, and installs Cushion then."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+SITE = str(Path(__file__).parent / "_site")
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="cushion run",
+        description="Run a program with Cushion as the allocator of its PyTorch, with no change to it.",
+        usage="cushion run [--policy POLICY] [--conf CONF] [--log] PROGRAM [ARGUMENT ...]",
+        epilog="PROGRAM is a Python file, -m and a module, or a command such as torchrun; processes that it "
+        "starts use Cushion too.",
+    )
+    parser.add_argument("--policy", choices=["segments", "expandable"], help="how memory is laid out")
+    parser.add_argument("--conf", help="options as key:value,key:value")
+    parser.add_argument("--log", action="store_true", help="messages to standard error")
+    parser.add_argument("-m", dest="module", action="store_true", help="PROGRAM is a module")
+    parser.add_argument("program", metavar="PROGRAM", nargs=argparse.REMAINDER)
+    asked = parser.parse_args(arguments)
+    if not asked.program:
+        parser.error("which program? Give a Python file, -m and a module, or a command")
+    environment = dict(os.environ)
+    for name, value in (("CUSHION_POLICY", asked.policy), ("CUSHION_CONF", asked.conf), ("CUSHION_LOG", asked.log and "1")):
+        if value:
+            environment[name] = value
+    here = str(Path(__file__).parent.parent)
+    path = [SITE, *filter(None, [os.environ.get("PYTHONPATH")]), here]
+    environment["PYTHONPATH"] = os.pathsep.join(path)
+    _start(_command(asked.module, asked.program, parser), environment)
+
+
+def _command(module: bool, program: list[str], parser: argparse.ArgumentParser) -> list[str]:
+    first, rest = program[0], program[1:]
+    if module:
+        return [sys.executable, "-m", first, *rest]
+    if os.path.isfile(first) and not (os.access(first, os.X_OK) and not first.endswith(".py")):
+        return [sys.executable, first, *rest]
+    found = shutil.which(first)
+    if found is None:
+        parser.error(f"there is no file and no command {first!r}")
+    return [found, *rest]
+
+
+def _start(command: list[str], environment: dict[str, str]) -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execve(command[0], command, environment)

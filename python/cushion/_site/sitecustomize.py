@@ -1,0 +1,48 @@
+"""Found first on the path by programs that `cushion run` starts: installs Cushion once torch is imported, and
+hands over to the `sitecustomize` that it hides."""
+
+import importlib.abc
+import importlib.util
+import os
+import sys
+
+
+class _AfterTorch(importlib.abc.MetaPathFinder):
+    """Calls `cushion.install()` right after the first `import torch`."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name != "torch":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.loader is None:
+            return spec
+        run = spec.loader.exec_module
+
+        def exec_module(module):
+            run(module)
+            import cushion
+
+            cushion.install()
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+def _run_the_hidden_one():
+    here = os.path.dirname(os.path.abspath(__file__))
+    path, ours = sys.path[:], sys.modules.pop(__name__, None)
+    sys.path[:] = [entry for entry in path if os.path.abspath(entry or os.curdir) != here]
+    try:
+        importlib.import_module("sitecustomize")
+    except ImportError as error:
+        if error.name != "sitecustomize":
+            raise
+    finally:
+        sys.path[:] = path
+        sys.modules[__name__] = ours
+
+
+sys.meta_path.insert(0, _AfterTorch())
+if __name__ == "sitecustomize":
+    _run_the_hidden_one()
