@@ -1,0 +1,415 @@
+//! One function for each function of the driver, with a result that cannot be overlooked.
+//!
+//! All of them are methods of the loaded [`Api`], and each makes one call. The call is `unsafe`
+//! because it leaves Rust; there is no safe door to CUDA. That the function exists and has these
+//! parameters is ensured by the table in `sys.rs`; each `SAFETY` comment answers for the arguments.
+//! Numbers need no answer: CUDA checks sizes, addresses, device indices and flags itself.
+
+use std::ffi::{CStr, c_char, c_int, c_uint};
+use std::ptr::{null, null_mut, with_exposed_provenance_mut};
+
+use cushion_core::StreamId;
+use cushion_core::driver::{Capture, EventId, MemoryInfo, NodeId, PageHandle};
+
+use crate::sys::{
+    Api, CUdevice, CUdevice_attribute, CUgraphNode, CUmemAccessDesc,
+    CUmemAllocationGranularity_flags, CUmemAllocationProp, CUresult, CUstreamCaptureMode,
+    CUstreamCaptureStatus,
+};
+
+/// What a call answered when it did not succeed. Not an enum: drivers know codes that were not
+/// thought of when this was compiled.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Code(pub(crate) i32);
+
+macro_rules! codes {
+    ($($name:ident = $theirs:ident;)*) => {
+        impl Code {
+            $(pub(crate) const $name: Self = Self(CUresult::$theirs as i32);)*
+        }
+    };
+}
+
+codes! {
+    INVALID_VALUE = CUDA_ERROR_INVALID_VALUE;
+    OUT_OF_MEMORY = CUDA_ERROR_OUT_OF_MEMORY;
+    NOT_INITIALIZED = CUDA_ERROR_NOT_INITIALIZED;
+    DEINITIALIZED = CUDA_ERROR_DEINITIALIZED;
+    STUB_LIBRARY = CUDA_ERROR_STUB_LIBRARY;
+    DEVICE_UNAVAILABLE = CUDA_ERROR_DEVICE_UNAVAILABLE;
+    NO_DEVICE = CUDA_ERROR_NO_DEVICE;
+    INVALID_CONTEXT = CUDA_ERROR_INVALID_CONTEXT;
+    INVALID_HANDLE = CUDA_ERROR_INVALID_HANDLE;
+    NOT_READY = CUDA_ERROR_NOT_READY;
+    CONTEXT_IS_DESTROYED = CUDA_ERROR_CONTEXT_IS_DESTROYED;
+    NOT_PERMITTED = CUDA_ERROR_NOT_PERMITTED;
+    NOT_SUPPORTED = CUDA_ERROR_NOT_SUPPORTED;
+    SYSTEM_DRIVER_MISMATCH = CUDA_ERROR_SYSTEM_DRIVER_MISMATCH;
+    CAPTURE_IMPLICIT = CUDA_ERROR_STREAM_CAPTURE_IMPLICIT;
+}
+
+pub(crate) type CallResult<T> = Result<T, Code>;
+
+/// A context, by its raw handle. Zero is none.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct ContextId(usize);
+
+/// How a thread's calls meet captures under way: CUDA's number, as CUDA gave it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Mode(c_uint);
+
+impl Mode {
+    pub(crate) const RELAXED: Self =
+        Self(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED as c_uint);
+}
+
+fn check(code: c_int) -> CallResult<()> {
+    if code == 0 { Ok(()) } else { Err(Code(code)) }
+}
+
+/// A size as C has it. Sizes and handles that C could not have are refused as CUDA would.
+fn size(bytes: u64) -> CallResult<usize> {
+    usize::try_from(bytes).map_err(|_| Code::INVALID_VALUE)
+}
+
+fn pointer<T>(handle: u64) -> CallResult<*mut T> {
+    size(handle).map(with_exposed_provenance_mut)
+}
+
+fn handle<T>(pointer: *const T) -> u64 {
+    pointer.expose_provenance() as u64
+}
+
+fn count(number: c_int) -> u32 {
+    u32::try_from(number).unwrap_or(0)
+}
+
+// ---- the library and its devices ----
+
+impl Api {
+    pub(crate) fn init(&self) -> CallResult<()> {
+        // SAFETY: no pointers; may be called any number of times, from any thread.
+        check(unsafe { (self.cuInit)(0) })
+    }
+
+    /// 1000 × major + 10 × minor.
+    pub(crate) fn driver_version(&self) -> CallResult<u32> {
+        let mut version = 0;
+        // SAFETY: `version` can be written for the time of the call.
+        check(unsafe { (self.cuDriverGetVersion)(&raw mut version) })?;
+        Ok(count(version))
+    }
+
+    pub(crate) fn error_name(&self, code: Code) -> Option<String> {
+        let mut text: *const c_char = null();
+        // SAFETY: `text` can be written for the time of the call. The code goes as a number, for
+        // which any value is allowed.
+        check(unsafe { (self.cuGetErrorName)(code.0, &raw mut text) }).ok()?;
+        if text.is_null() {
+            return None;
+        }
+        // SAFETY: on success CUDA gives a constant text that ends in a zero byte and stays for as
+        // long as the library does, which is never unloaded.
+        let text = unsafe { CStr::from_ptr(text) };
+        Some(text.to_string_lossy().into_owned())
+    }
+
+    pub(crate) fn device_count(&self) -> CallResult<u32> {
+        let mut devices = 0;
+        // SAFETY: `devices` can be written for the time of the call.
+        check(unsafe { (self.cuDeviceGetCount)(&raw mut devices) })?;
+        Ok(count(devices))
+    }
+
+    pub(crate) fn device(&self, index: u32) -> CallResult<CUdevice> {
+        let index = c_int::try_from(index).map_err(|_| Code::INVALID_VALUE)?;
+        let mut device = 0;
+        // SAFETY: `device` can be written for the time of the call.
+        check(unsafe { (self.cuDeviceGet)(&raw mut device, index) })?;
+        Ok(device)
+    }
+
+    pub(crate) fn device_name(&self, device: CUdevice) -> CallResult<String> {
+        const ROOM: c_int = 256;
+        let mut text = [0_u8; ROOM as usize];
+        // SAFETY: `text` can be written for the time of the call, for as many bytes as are told.
+        check(unsafe { (self.cuDeviceGetName)(text.as_mut_ptr().cast(), ROOM, device) })?;
+        let text = CStr::from_bytes_until_nul(&text).unwrap_or_default();
+        Ok(text.to_string_lossy().into_owned())
+    }
+
+    pub(crate) fn attribute(
+        &self,
+        device: CUdevice,
+        attribute: CUdevice_attribute,
+    ) -> CallResult<i32> {
+        let mut value = 0;
+        // SAFETY: `value` can be written for the time of the call.
+        check(unsafe { (self.cuDeviceGetAttribute)(&raw mut value, attribute, device) })?;
+        Ok(value)
+    }
+
+    /// Whether `device` can reach memory of `owner`.
+    pub(crate) fn can_reach(&self, device: CUdevice, owner: CUdevice) -> CallResult<bool> {
+        let mut can = 0;
+        // SAFETY: `can` can be written for the time of the call.
+        check(unsafe { (self.cuDeviceCanAccessPeer)(&raw mut can, device, owner) })?;
+        Ok(can != 0)
+    }
+
+    // ---- contexts ----
+
+    pub(crate) fn primary_retain(&self, device: CUdevice) -> CallResult<ContextId> {
+        let mut context = null_mut();
+        // SAFETY: `context` can be written for the time of the call.
+        check(unsafe { (self.cuDevicePrimaryCtxRetain)(&raw mut context, device) })?;
+        Ok(ContextId(context.expose_provenance()))
+    }
+
+    pub(crate) fn primary_release(&self, device: CUdevice) -> CallResult<()> {
+        // SAFETY: no pointers. Called once for each `primary_retain` (`Primary` sees to it), so no
+        // other user of the context loses it.
+        check(unsafe { (self.cuDevicePrimaryCtxRelease_v2)(device) })
+    }
+
+    pub(crate) fn primary_is_active(&self, device: CUdevice) -> CallResult<bool> {
+        let (mut flags, mut active) = (0, 0);
+        // SAFETY: `flags` and `active` can be written for the time of the call.
+        check(unsafe {
+            (self.cuDevicePrimaryCtxGetState)(device, &raw mut flags, &raw mut active)
+        })?;
+        Ok(active != 0)
+    }
+
+    pub(crate) fn current(&self) -> CallResult<ContextId> {
+        let mut context = null_mut();
+        // SAFETY: `context` can be written for the time of the call.
+        check(unsafe { (self.cuCtxGetCurrent)(&raw mut context) })?;
+        Ok(ContextId(context.expose_provenance()))
+    }
+
+    pub(crate) fn push(&self, context: ContextId) -> CallResult<()> {
+        // SAFETY: a `ContextId` comes from CUDA only: a primary context that is retained meanwhile,
+        // or the context of a stream that its owner keeps.
+        check(unsafe { (self.cuCtxPushCurrent_v2)(with_exposed_provenance_mut(context.0)) })
+    }
+
+    pub(crate) fn pop(&self) -> CallResult<()> {
+        let mut popped = null_mut();
+        // SAFETY: `popped` can be written for the time of the call.
+        check(unsafe { (self.cuCtxPopCurrent_v2)(&raw mut popped) })
+    }
+
+    /// Waits for all work of the current context.
+    pub(crate) fn synchronize(&self) -> CallResult<()> {
+        // SAFETY: no pointers.
+        check(unsafe { (self.cuCtxSynchronize)() })
+    }
+
+    /// Sets the mode of this thread, and gives the one before.
+    pub(crate) fn exchange_capture_mode(&self, mode: Mode) -> CallResult<Mode> {
+        let mut mode = mode.0;
+        // SAFETY: `mode` can be read and written for the time of the call, and is a number of CUDA's:
+        // one that CUDA gave, or its own constant. It is passed as a number, which may hold any value
+        // that CUDA writes.
+        check(unsafe { (self.cuThreadExchangeStreamCaptureMode)((&raw mut mode).cast()) })?;
+        Ok(Mode(mode))
+    }
+
+    // ---- memory ----
+
+    pub(crate) fn memory_info(&self) -> CallResult<MemoryInfo> {
+        let (mut free, mut total) = (0, 0);
+        // SAFETY: `free` and `total` can be written for the time of the call.
+        check(unsafe { (self.cuMemGetInfo_v2)(&raw mut free, &raw mut total) })?;
+        Ok(MemoryInfo { free: free as u64, total: total as u64 })
+    }
+
+    pub(crate) fn alloc(&self, bytes: u64) -> CallResult<u64> {
+        let mut address = 0;
+        // SAFETY: `address` can be written for the time of the call.
+        check(unsafe { (self.cuMemAlloc_v2)(&raw mut address, size(bytes)?) })?;
+        Ok(address)
+    }
+
+    pub(crate) fn free(&self, address: u64) -> CallResult<()> {
+        // SAFETY: an address is a number to CUDA, which refuses those it did not hand out.
+        check(unsafe { (self.cuMemFree_v2)(address) })
+    }
+
+    pub(crate) fn reserve(&self, bytes: u64, alignment: u64) -> CallResult<u64> {
+        let (bytes, alignment) = (size(bytes)?, size(alignment)?);
+        let mut address = 0;
+        // SAFETY: `address` can be written for the time of the call.
+        check(unsafe { (self.cuMemAddressReserve)(&raw mut address, bytes, alignment, 0, 0) })?;
+        Ok(address)
+    }
+
+    pub(crate) fn unreserve(&self, address: u64, bytes: u64) -> CallResult<()> {
+        // SAFETY: CUDA refuses ranges it did not hand out, and those in use.
+        check(unsafe { (self.cuMemAddressFree)(address, size(bytes)?) })
+    }
+
+    pub(crate) fn granularity(&self, properties: &CUmemAllocationProp) -> CallResult<u64> {
+        let least = CUmemAllocationGranularity_flags::CU_MEM_ALLOC_GRANULARITY_MINIMUM;
+        let mut bytes = 0;
+        // SAFETY: `bytes` can be written and `properties` read for the time of the call.
+        check(unsafe {
+            (self.cuMemGetAllocationGranularity)(&raw mut bytes, &raw const *properties, least)
+        })?;
+        Ok(bytes as u64)
+    }
+
+    pub(crate) fn create(
+        &self,
+        bytes: u64,
+        properties: &CUmemAllocationProp,
+    ) -> CallResult<PageHandle> {
+        let bytes = size(bytes)?;
+        let mut page = 0;
+        // SAFETY: `page` can be written and `properties` read for the time of the call.
+        check(unsafe { (self.cuMemCreate)(&raw mut page, bytes, &raw const *properties, 0) })?;
+        Ok(PageHandle(page))
+    }
+
+    pub(crate) fn release(&self, page: PageHandle) -> CallResult<()> {
+        // SAFETY: the driver keeps the pages it created, and calls this once for each.
+        check(unsafe { (self.cuMemRelease)(page.0) })
+    }
+
+    pub(crate) fn map(&self, address: u64, bytes: u64, page: PageHandle) -> CallResult<()> {
+        // SAFETY: the driver knows the page as one it created and did not release. CUDA refuses
+        // ranges that were not reserved or are mapped.
+        check(unsafe { (self.cuMemMap)(address, size(bytes)?, 0, page.0, 0) })
+    }
+
+    pub(crate) fn set_access(
+        &self,
+        address: u64,
+        bytes: u64,
+        access: &[CUmemAccessDesc],
+    ) -> CallResult<()> {
+        let bytes = size(bytes)?;
+        // SAFETY: `access` can be read for the time of the call, for as many entries as are told.
+        // CUDA refuses ranges that are not mapped.
+        check(unsafe { (self.cuMemSetAccess)(address, bytes, access.as_ptr(), access.len()) })
+    }
+
+    pub(crate) fn unmap(&self, address: u64, bytes: u64) -> CallResult<()> {
+        // SAFETY: CUDA refuses ranges that are not made of whole mapped pages. That no work still
+        // uses them is what the contract of `Driver` asks of the caller; work that does fails on the
+        // device, and touches no memory of the process.
+        check(unsafe { (self.cuMemUnmap)(address, size(bytes)?) })
+    }
+
+    // ---- events and streams ----
+    //
+    // Events are pointers to CUDA, which need not check them: the driver passes only those that it
+    // created and did not destroy. Streams and nodes belong to the program, and nothing can tell a
+    // good one from a bad one; the contract of `Driver` asks for those CUDA gave. A stream that was
+    // destroyed since is answered with an error.
+
+    pub(crate) fn event_create(&self) -> CallResult<EventId> {
+        let flags = crate::sys::EVENT_DISABLE_TIMING;
+        let mut event = null_mut();
+        // SAFETY: `event` can be written for the time of the call.
+        check(unsafe { (self.cuEventCreate)(&raw mut event, flags) })?;
+        Ok(EventId(handle(event)))
+    }
+
+    pub(crate) fn event_destroy(&self, event: EventId) -> CallResult<()> {
+        // SAFETY: a live event, as said above; the driver forgets it first.
+        check(unsafe { (self.cuEventDestroy_v2)(pointer(event.0)?) })
+    }
+
+    pub(crate) fn event_record(&self, event: EventId, stream: StreamId) -> CallResult<()> {
+        let (event, stream) = (pointer(event.0)?, pointer(stream.0)?);
+        // SAFETY: a live event and a stream of the program, as said above.
+        check(unsafe { (self.cuEventRecord)(event, stream) })
+    }
+
+    pub(crate) fn event_query(&self, event: EventId) -> CallResult<bool> {
+        // SAFETY: a live event, as said above.
+        match check(unsafe { (self.cuEventQuery)(pointer(event.0)?) }) {
+            Ok(()) => Ok(true),
+            Err(Code::NOT_READY) => Ok(false),
+            Err(code) => Err(code),
+        }
+    }
+
+    pub(crate) fn event_synchronize(&self, event: EventId) -> CallResult<()> {
+        // SAFETY: a live event, as said above.
+        check(unsafe { (self.cuEventSynchronize)(pointer(event.0)?) })
+    }
+
+    pub(crate) fn stream_synchronize(&self, stream: StreamId) -> CallResult<()> {
+        // SAFETY: a stream of the program, as said above.
+        check(unsafe { (self.cuStreamSynchronize)(pointer(stream.0)?) })
+    }
+
+    pub(crate) fn stream_context(&self, stream: StreamId) -> CallResult<ContextId> {
+        let stream = pointer(stream.0)?;
+        let mut context = null_mut();
+        // SAFETY: a stream of the program, as said above; `context` can be written for the time of
+        // the call.
+        check(unsafe { (self.cuStreamGetCtx)(stream, &raw mut context) })?;
+        Ok(ContextId(context.expose_provenance()))
+    }
+
+    pub(crate) fn capture(&self, stream: StreamId) -> CallResult<Option<Capture>> {
+        const NONE: c_uint = CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE as c_uint;
+        const ACTIVE: c_uint = CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_ACTIVE as c_uint;
+        let stream = pointer(stream.0)?;
+        let (mut status, mut id, mut length) = (NONE, 0, 0);
+        let mut nodes: *const CUgraphNode = null();
+        // SAFETY: a stream of the program, as said above. `status`, `id`, `nodes` and `length` can be
+        // written for the time of the call; the status is passed as a number, which may hold any
+        // value. The graph is not asked for, which a null pointer says.
+        let answer = check(unsafe {
+            (self.cuStreamGetCaptureInfo_v2)(
+                stream,
+                (&raw mut status).cast(),
+                &raw mut id,
+                null_mut(),
+                &raw mut nodes,
+                &raw mut length,
+            )
+        });
+        match answer {
+            Ok(()) if status == NONE => return Ok(None),
+            Ok(()) => {}
+            // The default stream, while a stream that waits for it is captured: nothing may be done
+            // on it now, and CUDA does not say by whom it is captured.
+            Err(Code::CAPTURE_IMPLICIT) => return Ok(Some(Capture { id: 0, terminals: vec![] })),
+            Err(code) => return Err(code),
+        }
+        // A capture that was broken has no nodes, and lasts until the program ends it.
+        if status != ACTIVE || nodes.is_null() {
+            return Ok(Some(Capture { id, terminals: vec![] }));
+        }
+        // SAFETY: for an active capture CUDA gives the nodes' address and number; the array is
+        // CUDA's, and stays as it is until the next call on this stream, which is the program's.
+        let nodes = unsafe { std::slice::from_raw_parts(nodes, length) };
+        let terminals = nodes.iter().map(|&node| NodeId(handle(node))).collect();
+        Ok(Some(Capture { id, terminals }))
+    }
+
+    pub(crate) fn dependencies(&self, node: NodeId) -> CallResult<Vec<NodeId>> {
+        let node: CUgraphNode = pointer(node.0)?;
+        let mut length = 0;
+        // SAFETY: a node of the program, as said above. `length` can be written for the time of the
+        // call; a null array asks for the number alone.
+        check(unsafe { (self.cuGraphNodeGetDependencies)(node, null_mut(), &raw mut length) })?;
+        if length == 0 {
+            return Ok(vec![]);
+        }
+        let mut nodes: Vec<CUgraphNode> = vec![null_mut(); length];
+        // SAFETY: as before; `nodes` can be written for as many entries as `length` says. CUDA writes
+        // the number of those it filled in.
+        check(unsafe {
+            (self.cuGraphNodeGetDependencies)(node, nodes.as_mut_ptr(), &raw mut length)
+        })?;
+        nodes.truncate(length);
+        Ok(nodes.into_iter().map(|node| NodeId(handle(node))).collect())
+    }
+}

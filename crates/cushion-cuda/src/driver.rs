@@ -1,0 +1,311 @@
+//! [`CudaDriver`]: what each call of the engine's [`Driver`] does on a real device.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use cushion_core::driver::{
+    Call, Capture, DriverResult, EventId, Fault, MemoryInfo, NodeId, PageHandle, Properties,
+};
+use cushion_core::size::MIB;
+use cushion_core::{Driver, DriverError, StreamId};
+
+use crate::call::{CallResult, Code};
+use crate::context::{Entered, Primary};
+use crate::error::CudaError;
+use crate::page::{PageKinds, on_device};
+use crate::sys::{
+    Api, CUdevice, CUdevice_attribute as Attribute, CUmemAccess_flags, CUmemAccessDesc,
+};
+
+/// A CUDA device, in its primary context. Every method may be called from any thread, whatever
+/// context is current there, and leaves that context current.
+#[derive(Debug)]
+pub struct CudaDriver {
+    api: &'static Api,
+    device: CUdevice,
+    primary: Primary,
+    properties: Properties,
+    /// The other devices that can reach this one's memory.
+    peers: Vec<CUdevice>,
+    /// What `set_access` grants: this device and its peers.
+    access: Vec<CUmemAccessDesc>,
+    kinds: PageKinds,
+    /// The pages created here and not released.
+    pages: Mutex<BTreeSet<PageHandle>>,
+    /// The events created here and not destroyed, and the event that carries its mark if that is on
+    /// a stream of another device.
+    events: Mutex<BTreeMap<EventId, Option<EventId>>>,
+}
+
+impl CudaDriver {
+    /// The device with this index, as CUDA numbers those that the process can see. Its primary
+    /// context is held for as long as the driver lives; no other context is made, on this or
+    /// another device.
+    pub fn new(device: u32) -> Result<Self, CudaError> {
+        let count = crate::device_count()?;
+        if count == 0 {
+            return Err(CudaError::NoDevice);
+        }
+        if device >= count {
+            return Err(CudaError::NoSuchDevice { device, count });
+        }
+        let api = Api::load()?;
+        let failed = |function| move |code| CudaError::of(api, function, code);
+        let id = api.device(device).map_err(failed("cuDeviceGet"))?;
+        let peers = peers_of(api, id, count).map_err(failed("cuDeviceCanAccessPeer"))?;
+        let primary = Primary::retain(api, id).map_err(failed("cuDevicePrimaryCtxRetain"))?;
+        let kinds = PageKinds::of(api, id);
+        let entered = Entered::enter(api, primary.context).map_err(failed("cuCtxPushCurrent"))?;
+        let total = api.memory_info().map_err(failed("cuMemGetInfo"))?.total;
+        let granularity =
+            granularity(api, id, &kinds).map_err(failed("cuMemGetAllocationGranularity"))?;
+        drop(entered);
+        Ok(Self {
+            api,
+            device: id,
+            primary,
+            properties: Properties { device, total, granularity },
+            access: [id].iter().chain(&peers).map(|&device| read_and_write(device)).collect(),
+            peers,
+            kinds,
+            pages: Mutex::default(),
+            events: Mutex::default(),
+        })
+    }
+
+    /// What the device calls itself.
+    pub fn device_name(&self) -> Result<String, CudaError> {
+        let name = self.api.device_name(self.device);
+        name.map_err(|code| CudaError::of(self.api, "cuDeviceGetName", code))
+    }
+
+    /// Makes calls in the device's context.
+    fn inside<T>(
+        &self,
+        call: Call,
+        calls: impl FnOnce(&'static Api) -> CallResult<T>,
+    ) -> DriverResult<T> {
+        Entered::enter(self.api, self.primary.context)
+            .and_then(|_entered| calls(self.api))
+            .map_err(|code| DriverError { call, fault: fault(code) })
+    }
+
+    fn events(&self) -> MutexGuard<'_, BTreeMap<EventId, Option<EventId>>> {
+        self.events.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn pages(&self) -> MutexGuard<'_, BTreeSet<PageHandle>> {
+        self.pages.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The event that carries the mark of `event`.
+    fn marked(&self, event: EventId) -> CallResult<EventId> {
+        self.events().get(&event).map(|elsewhere| elsewhere.unwrap_or(event)).ok_or(UNKNOWN)
+    }
+
+    /// Notes which event carries the mark of `event` from now on, if not itself.
+    fn set_marked(&self, event: EventId, elsewhere: Option<EventId>) {
+        let before = match self.events().get_mut(&event) {
+            Some(marked) => std::mem::replace(marked, elsewhere),
+            None => elsewhere,
+        };
+        if let Some(before) = before {
+            // Its mark is forgotten. An event that CUDA does not take back costs a few bytes.
+            let _ = self.api.event_destroy(before);
+        }
+    }
+
+    fn record(&self, api: &'static Api, event: EventId, stream: StreamId) -> CallResult<()> {
+        match api.event_record(event, stream) {
+            Ok(()) => {
+                self.set_marked(event, None);
+                Ok(())
+            }
+            Err(
+                Code::INVALID_HANDLE
+                | Code::INVALID_VALUE
+                | Code::INVALID_CONTEXT
+                | Code::CONTEXT_IS_DESTROYED,
+            ) => match api.stream_context(stream) {
+                // The stream of another device: only an event of that device can mark it.
+                Ok(context) if context != self.primary.context => {
+                    let _there = Entered::enter(api, context)?;
+                    let elsewhere = api.event_create()?;
+                    if let Err(code) = api.event_record(elsewhere, stream) {
+                        let _ = api.event_destroy(elsewhere);
+                        return Err(code);
+                    }
+                    self.set_marked(event, Some(elsewhere));
+                    Ok(())
+                }
+                _ => self.record_after_everything(api, event),
+            },
+            Err(code) => Err(code),
+        }
+    }
+
+    /// Marks the work of a stream that is gone. A program may destroy a stream while its work runs,
+    /// and nothing can mark that work any more; an error would keep what it used pending for ever. So
+    /// wait for all work of every device that can reach this one's memory, whichever of them the
+    /// stream was on, and mark the default stream, which then is past it.
+    fn record_after_everything(&self, api: &'static Api, event: EventId) -> CallResult<()> {
+        api.synchronize()?;
+        for &peer in &self.peers {
+            if api.primary_is_active(peer)? {
+                let primary = Primary::retain(api, peer)?;
+                let _there = Entered::enter(api, primary.context)?;
+                api.synchronize()?;
+            }
+        }
+        api.event_record(event, StreamId(0))?;
+        self.set_marked(event, None);
+        Ok(())
+    }
+}
+
+/// What CUDA answers to a handle it never gave.
+const UNKNOWN: Code = Code::INVALID_HANDLE;
+
+fn fault(code: Code) -> Fault {
+    match code {
+        Code::OUT_OF_MEMORY => Fault::OutOfMemory,
+        Code(code) => Fault::Failed(code),
+    }
+}
+
+/// The devices that can reach the memory of `device`. Asking makes no context.
+fn peers_of(api: &Api, device: CUdevice, count: u32) -> CallResult<Vec<CUdevice>> {
+    let mut peers = Vec::new();
+    for index in 0..count {
+        let other = api.device(index)?;
+        if other != device && api.can_reach(other, device)? {
+            peers.push(other);
+        }
+    }
+    Ok(peers)
+}
+
+/// The smallest page; 2 MiB, as on every device that has them, where there are none to ask about.
+fn granularity(api: &Api, device: CUdevice, kinds: &PageKinds) -> CallResult<u64> {
+    let has_pages = Attribute::CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED;
+    if api.attribute(device, has_pages)? == 0 {
+        return Ok(2 * MIB);
+    }
+    kinds.first_not_refused(|kind| api.granularity(&kind.properties(device)))
+}
+
+fn read_and_write(device: CUdevice) -> CUmemAccessDesc {
+    CUmemAccessDesc {
+        location: on_device(device),
+        flags: CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE,
+    }
+}
+
+impl Driver for CudaDriver {
+    fn properties(&self) -> Properties {
+        self.properties
+    }
+
+    fn memory_info(&self) -> DriverResult<MemoryInfo> {
+        self.inside(Call::MemoryInfo, |api| api.memory_info())
+    }
+
+    fn alloc(&self, bytes: u64) -> DriverResult<u64> {
+        self.inside(Call::Alloc, |api| api.alloc(bytes))
+    }
+
+    fn free(&self, address: u64) -> DriverResult<()> {
+        self.inside(Call::Free, |api| api.free(address))
+    }
+
+    fn reserve(&self, bytes: u64) -> DriverResult<u64> {
+        self.inside(Call::Reserve, |api| api.reserve(bytes, self.properties.granularity))
+    }
+
+    fn unreserve(&self, address: u64, bytes: u64) -> DriverResult<()> {
+        self.inside(Call::Unreserve, |api| api.unreserve(address, bytes))
+    }
+
+    fn create(&self, bytes: u64) -> DriverResult<PageHandle> {
+        let page = self.inside(Call::Create, |api| {
+            self.kinds.first_not_refused(|kind| api.create(bytes, &kind.properties(self.device)))
+        })?;
+        self.pages().insert(page);
+        Ok(page)
+    }
+
+    fn release(&self, page: PageHandle) -> DriverResult<()> {
+        self.inside(Call::Release, |api| {
+            if !self.pages().remove(&page) {
+                return Err(UNKNOWN);
+            }
+            api.release(page).inspect_err(|_| {
+                self.pages().insert(page);
+            })
+        })
+    }
+
+    fn map(&self, address: u64, bytes: u64, page: PageHandle) -> DriverResult<()> {
+        self.inside(Call::Map, |api| {
+            if !self.pages().contains(&page) {
+                return Err(UNKNOWN);
+            }
+            api.map(address, bytes, page)
+        })
+    }
+
+    fn set_access(&self, address: u64, bytes: u64) -> DriverResult<()> {
+        self.inside(Call::SetAccess, |api| api.set_access(address, bytes, &self.access))
+    }
+
+    fn unmap(&self, address: u64, bytes: u64) -> DriverResult<()> {
+        self.inside(Call::Unmap, |api| api.unmap(address, bytes))
+    }
+
+    fn event_create(&self) -> DriverResult<EventId> {
+        let event = self.inside(Call::EventCreate, |api| api.event_create())?;
+        self.events().insert(event, None);
+        Ok(event)
+    }
+
+    fn event_destroy(&self, event: EventId) -> DriverResult<()> {
+        self.inside(Call::EventDestroy, |api| {
+            let elsewhere = self.events().remove(&event).ok_or(UNKNOWN)?;
+            if let Err(code) = api.event_destroy(event) {
+                self.events().insert(event, elsewhere);
+                return Err(code);
+            }
+            if let Some(elsewhere) = elsewhere {
+                let _ = api.event_destroy(elsewhere);
+            }
+            Ok(())
+        })
+    }
+
+    fn event_record(&self, event: EventId, stream: StreamId) -> DriverResult<()> {
+        self.inside(Call::EventRecord, |api| {
+            self.marked(event)?;
+            self.record(api, event, stream)
+        })
+    }
+
+    fn event_query(&self, event: EventId) -> DriverResult<bool> {
+        self.inside(Call::EventQuery, |api| api.event_query(self.marked(event)?))
+    }
+
+    fn event_synchronize(&self, event: EventId) -> DriverResult<()> {
+        self.inside(Call::EventSynchronize, |api| api.event_synchronize(self.marked(event)?))
+    }
+
+    fn stream_synchronize(&self, stream: StreamId) -> DriverResult<()> {
+        self.inside(Call::StreamSynchronize, |api| api.stream_synchronize(stream))
+    }
+
+    fn capture(&self, stream: StreamId) -> DriverResult<Option<Capture>> {
+        self.inside(Call::Capture, |api| api.capture(stream))
+    }
+
+    fn dependencies(&self, node: NodeId) -> DriverResult<Vec<NodeId>> {
+        self.inside(Call::Dependencies, |api| api.dependencies(node))
+    }
+}

@@ -1,0 +1,147 @@
+//! The CUDA driver library: its types, as cudarc declares them, and the functions used here.
+//!
+//! cudarc's own functions are not called. They panic where the library or a function is missing, and
+//! their result is a Rust enum, which an error code of a newer driver would make undefined behaviour.
+//! The table below holds the same functions with a plain number for a result; the compiler compares
+//! their parameters with cudarc's declarations.
+
+use std::ffi::{c_char, c_int, c_uint, c_ulonglong};
+use std::fmt;
+use std::sync::OnceLock;
+
+use cudarc::driver::sys;
+use libloading::Library;
+
+pub(crate) use sys::{
+    CUcontext, CUdevice, CUdevice_attribute, CUdeviceptr, CUevent, CUgraph, CUgraphNode,
+    CUmemAccess_flags, CUmemAccessDesc, CUmemAllocationGranularity_flags,
+    CUmemAllocationHandleType, CUmemAllocationProp, CUmemAllocationType,
+    CUmemGenericAllocationHandle, CUmemLocation, CUmemLocationType, CUresult, CUstream,
+    CUstreamCaptureMode, CUstreamCaptureStatus,
+};
+
+use crate::error::CudaError;
+
+/// The engine never measures time with events, and those that cannot are cheaper.
+pub(crate) const EVENT_DISABLE_TIMING: c_uint =
+    sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as c_uint;
+
+/// Where the driver is looked for. The first is the name that every NVIDIA driver installs; the second
+/// may be a stub for linking.
+const NAMES: &[&str] =
+    if cfg!(windows) { &["nvcuda.dll"] } else { &["libcuda.so.1", "libcuda.so"] };
+
+macro_rules! functions {
+    ($(#[unchecked] $plain:ident($($plain_type:ty),*);)* $($name:ident($($type:ty),*);)*) => {
+        functions!(@table $($plain($($plain_type),*);)* $($name($($type),*);)*);
+        $(const _: unsafe fn($($type),*) -> CUresult = sys::$name;)*
+    };
+    (@table $($name:ident($($type:ty),*);)*) => {
+        /// The functions of the driver library, all of them found.
+        #[expect(non_snake_case, reason = "CUDA's own names")]
+        pub(crate) struct Api {
+            $(pub(crate) $name: unsafe extern "C" fn($($type),*) -> c_int,)*
+            /// Keeps the functions where they are.
+            _library: Library,
+        }
+
+        impl Api {
+            fn find(library: Library) -> Result<Self, CudaError> {
+                $(
+                    // SAFETY: `get` asks that the type fit the symbol. It is that of CUDA's header
+                    // for this name, as cudarc has it (compared above), but for the result, a C enum,
+                    // which is passed as an `int` is. No safe function can look up a symbol.
+                    let found = unsafe {
+                        library.get::<unsafe extern "C" fn($($type),*) -> c_int>(stringify!($name))
+                    };
+                    #[expect(non_snake_case, reason = "CUDA's own names")]
+                    let $name = match found {
+                        Ok(function) => *function,
+                        Err(_) => return Err(CudaError::NoFunction { function: stringify!($name) }),
+                    };
+                )*
+                Ok(Self { $($name,)* _library: library })
+            }
+        }
+    };
+}
+
+functions! {
+    // cudarc's takes the enum, and this must take any number.
+    #[unchecked] cuGetErrorName(c_int, *mut *const c_char);
+    cuInit(c_uint);
+    cuDriverGetVersion(*mut c_int);
+    cuDeviceGetCount(*mut c_int);
+    cuDeviceGet(*mut CUdevice, c_int);
+    cuDeviceGetName(*mut c_char, c_int, CUdevice);
+    cuDeviceGetAttribute(*mut c_int, CUdevice_attribute, CUdevice);
+    cuDeviceCanAccessPeer(*mut c_int, CUdevice, CUdevice);
+    cuDevicePrimaryCtxRetain(*mut CUcontext, CUdevice);
+    cuDevicePrimaryCtxRelease_v2(CUdevice);
+    cuDevicePrimaryCtxGetState(CUdevice, *mut c_uint, *mut c_int);
+    cuCtxGetCurrent(*mut CUcontext);
+    cuCtxPushCurrent_v2(CUcontext);
+    cuCtxPopCurrent_v2(*mut CUcontext);
+    cuCtxSynchronize();
+    cuThreadExchangeStreamCaptureMode(*mut CUstreamCaptureMode);
+    cuMemGetInfo_v2(*mut usize, *mut usize);
+    cuMemAlloc_v2(*mut CUdeviceptr, usize);
+    cuMemFree_v2(CUdeviceptr);
+    cuMemAddressReserve(*mut CUdeviceptr, usize, usize, CUdeviceptr, c_ulonglong);
+    cuMemAddressFree(CUdeviceptr, usize);
+    cuMemGetAllocationGranularity(
+        *mut usize, *const CUmemAllocationProp, CUmemAllocationGranularity_flags
+    );
+    cuMemCreate(*mut CUmemGenericAllocationHandle, usize, *const CUmemAllocationProp, c_ulonglong);
+    cuMemRelease(CUmemGenericAllocationHandle);
+    cuMemMap(CUdeviceptr, usize, usize, CUmemGenericAllocationHandle, c_ulonglong);
+    cuMemSetAccess(CUdeviceptr, usize, *const CUmemAccessDesc, usize);
+    cuMemUnmap(CUdeviceptr, usize);
+    cuEventCreate(*mut CUevent, c_uint);
+    cuEventDestroy_v2(CUevent);
+    cuEventRecord(CUevent, CUstream);
+    cuEventQuery(CUevent);
+    cuEventSynchronize(CUevent);
+    cuStreamSynchronize(CUstream);
+    cuStreamGetCtx(CUstream, *mut CUcontext);
+    cuStreamGetCaptureInfo_v2(
+        CUstream, *mut CUstreamCaptureStatus, *mut u64, *mut CUgraph, *mut *const CUgraphNode,
+        *mut usize
+    );
+    cuGraphNodeGetDependencies(CUgraphNode, *mut CUgraphNode, *mut usize);
+}
+
+impl Api {
+    /// The library, loaded by the first call that finds it, and never unloaded.
+    pub(crate) fn load() -> Result<&'static Self, CudaError> {
+        static API: OnceLock<Api> = OnceLock::new();
+        if let Some(api) = API.get() {
+            return Ok(api);
+        }
+        // A failure is not remembered: the driver may be installed or put on the path later.
+        let api = Self::find(open()?)?;
+        Ok(API.get_or_init(|| api))
+    }
+}
+
+fn open() -> Result<Library, CudaError> {
+    let mut reason = String::new();
+    for name in NAMES {
+        // SAFETY: loading a library runs its initialisers, so it must be one meant to be loaded into
+        // any process. This is the name under which NVIDIA's driver is loaded by every CUDA program;
+        // whoever can put another file there can run any code in this process already. There is no
+        // safe way to load a library.
+        match unsafe { Library::new(*name) } {
+            Ok(library) => return Ok(library),
+            Err(error) if reason.is_empty() => reason = error.to_string(),
+            Err(_) => {}
+        }
+    }
+    Err(CudaError::NoLibrary { reason })
+}
+
+impl fmt::Debug for Api {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Api").finish_non_exhaustive()
+    }
+}

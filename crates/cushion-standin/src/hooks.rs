@@ -1,0 +1,166 @@
+//! What a test tells the stand-in, and asks of it: functions that CUDA does not have. None of them is
+//! counted, or fails. Devices that are not there are ignored.
+
+use std::ffi::{c_char, c_int, c_uint};
+
+use cushion_core::StreamId;
+
+use crate::out::In;
+use crate::world::{Device, world};
+
+fn on(device: c_int, act: impl FnOnce(&mut Device)) {
+    let mut world = world();
+    if let Ok(device) = world.device(device) {
+        act(&mut world.devices[device]);
+    }
+}
+
+// ---- calls ----
+
+/// How often a function was called, failures included; for null, all of them together.
+///
+/// # Safety
+///
+/// `name` is null or a text that ends in a zero byte.
+#[unsafe(no_mangle)]
+unsafe extern "C" fn standin_calls(name: In<c_char>) -> u64 {
+    let world = world();
+    match name.text() {
+        Some(name) => world.counts.get(name.as_str()).copied().unwrap_or(0),
+        None => world.counts.values().sum(),
+    }
+}
+
+/// Counts from zero again.
+#[unsafe(no_mangle)]
+extern "C" fn standin_reset_calls() {
+    world().counts.clear();
+}
+
+/// The `nth` call from now, whichever it is, fails with this code, and does nothing. Zero: none does.
+#[unsafe(no_mangle)]
+extern "C" fn standin_fail(nth: u64, code: c_int) {
+    world().failure = (nth > 0).then_some((nth, code));
+}
+
+/// From now on every call answers that CUDA has shut down, as at the end of a process.
+#[unsafe(no_mangle)]
+extern "C" fn standin_shut_down() {
+    world().shut_down = true;
+}
+
+// ---- contexts and memory ----
+
+/// Which devices have a context: bit n is device n.
+#[unsafe(no_mangle)]
+extern "C" fn standin_contexts() -> u64 {
+    let world = world();
+    let held = (0..).zip(&world.devices).filter(|(_, device)| device.retained > 0);
+    held.map(|(index, _)| 1_u64 << index).sum()
+}
+
+/// Which devices were given access to a mapped address: bit n is device n.
+#[unsafe(no_mangle)]
+extern "C" fn standin_access(address: u64) -> u64 {
+    let world = world();
+    let Some(device) = world.owner(address) else { return 0 };
+    let last = world.devices[device].access.range(..=address).next_back();
+    last.map_or(0, |(&start, &(bytes, granted))| if address - start < bytes { granted } else { 0 })
+}
+
+/// Bytes held on a device.
+#[unsafe(no_mangle)]
+extern "C" fn standin_held(device: c_int) -> u64 {
+    let mut held = 0;
+    on(device, |device| held = device.sim.held());
+    held
+}
+
+/// How much another program holds on a device; 0 if there is not that much, else 1.
+#[unsafe(no_mangle)]
+extern "C" fn standin_set_tenant(device: c_int, bytes: u64) -> c_int {
+    let mut done = false;
+    on(device, |device| done = device.sim.set_tenant(0, bytes));
+    c_int::from(done)
+}
+
+/// Pages asked for with any of these handle types, or for RDMA, are refused with this code.
+#[unsafe(no_mangle)]
+extern "C" fn standin_refuse_pages(handles: c_uint, rdma: c_int, code: c_int) {
+    world().refused_pages = (handles, rdma != 0, code);
+}
+
+/// The handle types a page was made with; the highest bit is RDMA. Zero also if there is no such page.
+#[unsafe(no_mangle)]
+extern "C" fn standin_page_kind(page: u64) -> c_uint {
+    let kind = world().page_kinds.get(&page).copied();
+    kind.map_or(0, |(handles, rdma)| handles | (c_uint::from(rdma) << 31))
+}
+
+// ---- streams ----
+
+/// Queues work on a stream; it is unfinished until told otherwise.
+#[unsafe(no_mangle)]
+extern "C" fn standin_launch(device: c_int, stream: u64) {
+    on(device, |device| {
+        device.sim.launch(StreamId(stream));
+    });
+}
+
+/// Finishes all work queued on a stream.
+#[unsafe(no_mangle)]
+extern "C" fn standin_finish(device: c_int, stream: u64) {
+    on(device, |device| device.sim.finish(StreamId(stream)));
+}
+
+/// Finishes all work of all devices.
+#[unsafe(no_mangle)]
+extern "C" fn standin_finish_all() {
+    world().devices.iter().for_each(|device| device.sim.finish_all());
+}
+
+/// Destroys a stream, whoever made it up; its work goes on.
+#[unsafe(no_mangle)]
+extern "C" fn standin_destroy_stream(stream: u64) {
+    let mut world = world();
+    world.streams.remove(&stream);
+    world.destroyed.insert(stream);
+}
+
+/// Starts capturing a stream into a new graph.
+#[unsafe(no_mangle)]
+extern "C" fn standin_begin_capture(device: c_int, stream: u64) {
+    on(device, |device| {
+        device.sim.begin_capture(StreamId(stream));
+        device.capturing.insert(stream);
+    });
+}
+
+/// Makes later work on `waiter` follow that on `other`, and so join its capture.
+#[unsafe(no_mangle)]
+extern "C" fn standin_wait_for(device: c_int, waiter: u64, other: u64) {
+    on(device, |device| {
+        device.sim.wait_for(StreamId(waiter), StreamId(other));
+    });
+}
+
+/// Ends the capture that was begun on a stream.
+#[unsafe(no_mangle)]
+extern "C" fn standin_end_capture(device: c_int, stream: u64) {
+    on(device, |device| {
+        device.sim.end_capture(StreamId(stream));
+        device.capturing.remove(&stream);
+    });
+}
+
+/// What a stream answers about its capture from now on: 1, that it is part of one that it did not
+/// join (`CUDA_ERROR_STREAM_CAPTURE_IMPLICIT`); 2, that its capture was broken; 0, the truth.
+#[unsafe(no_mangle)]
+extern "C" fn standin_odd_capture(stream: u64, answer: c_int) {
+    let mut world = world();
+    if answer == 0 {
+        world.odd_captures.remove(&stream);
+    } else {
+        world.odd_captures.insert(stream, answer);
+    }
+}

@@ -1,0 +1,72 @@
+//! A stand-in for `libcuda.so.1`, for tests on machines without a GPU: the functions of the driver API
+//! that Cushion uses, with CUDA's names and parameters, over simulated devices.
+//!
+//! Link the shared library as `libcuda.so.1` in a folder, and name that folder in `LD_LIBRARY_PATH`. The
+//! environment says what kind of machine it is:
+//!
+//! | variable | meaning | default |
+//! |---|---|---|
+//! | `STANDIN_DEVICES` | how many devices there are; with 0, `cuInit` fails as CUDA's does | 1 |
+//! | `STANDIN_CAPACITY` | memory of each, in bytes | 1 GiB |
+//! | `STANDIN_PEERS` | `all`, or pairs as in `1>0,0>1`: device 1 can reach memory of 0, and the reverse | none |
+//! | `STANDIN_WITHOUT` | what the devices do not support, as in `fabric,file,rdma,pages` | nothing |
+//!
+//! It refuses what CUDA refuses, and more: a call without a current context, or with that of another
+//! device than it is for, and a call that is not made in relaxed mode while anything is captured.
+//! Any number is a stream of the device that is current, unless `cuStreamCreate` made it. Nothing runs: work on
+//! streams, captures, failures and the rest are told through the functions of `hooks.rs`, named
+//! `standin_*`.
+
+mod contexts;
+mod hooks;
+mod memory;
+mod out;
+mod streams;
+mod world;
+
+use std::ffi::c_int;
+
+use cudarc::driver::sys::CUresult;
+
+/// What a function answers: CUDA's code, zero left out.
+type Answer = Result<(), c_int>;
+
+/// Declares functions of the driver API. Each is counted, may be told to fail, and runs with the
+/// world locked.
+macro_rules! driver_calls {
+    ($(fn $name:ident($($argument:ident: $type:ty),* $(,)?) |$world:ident| $body:block)*) => {$(
+        /// CUDA's function of this name.
+        ///
+        /// # Safety
+        ///
+        /// As CUDA asks: every pointer is null, or points to what its parameter is for and stays so
+        /// for the time of the call.
+        #[unsafe(no_mangle)]
+        unsafe extern "C" fn $name($($argument: $type),*) -> ::std::ffi::c_int {
+            $crate::world::answer(stringify!($name), |$world| $body)
+        }
+    )*};
+}
+use driver_calls;
+
+const fn code(result: CUresult) -> c_int {
+    // The codes are small positive numbers, so the cast keeps them.
+    #[expect(clippy::cast_possible_wrap, reason = "codes are below 1000")]
+    let code = result as u32 as c_int;
+    code
+}
+
+const INVALID_VALUE: c_int = code(CUresult::CUDA_ERROR_INVALID_VALUE);
+const OUT_OF_MEMORY: c_int = code(CUresult::CUDA_ERROR_OUT_OF_MEMORY);
+const NOT_INITIALIZED: c_int = code(CUresult::CUDA_ERROR_NOT_INITIALIZED);
+const DEINITIALIZED: c_int = code(CUresult::CUDA_ERROR_DEINITIALIZED);
+const NO_DEVICE: c_int = code(CUresult::CUDA_ERROR_NO_DEVICE);
+const INVALID_DEVICE: c_int = code(CUresult::CUDA_ERROR_INVALID_DEVICE);
+const INVALID_CONTEXT: c_int = code(CUresult::CUDA_ERROR_INVALID_CONTEXT);
+const INVALID_HANDLE: c_int = code(CUresult::CUDA_ERROR_INVALID_HANDLE);
+const NOT_READY: c_int = code(CUresult::CUDA_ERROR_NOT_READY);
+const CONTEXT_IS_DESTROYED: c_int = code(CUresult::CUDA_ERROR_CONTEXT_IS_DESTROYED);
+const NOT_SUPPORTED: c_int = code(CUresult::CUDA_ERROR_NOT_SUPPORTED);
+const CAPTURE_UNSUPPORTED: c_int = code(CUresult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
+const CAPTURE_IMPLICIT: c_int = code(CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT);
+const UNKNOWN: c_int = code(CUresult::CUDA_ERROR_UNKNOWN);

@@ -1,0 +1,243 @@
+//! The machine: its devices, and what is asked of all of them.
+
+use std::cell::{Cell, RefCell};
+use std::collections::{BTreeMap, BTreeSet};
+use std::ffi::{c_int, c_uint};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+
+use cushion_core::driver::{DriverResult, Fault};
+use cushion_core::size::{GIB, MIB};
+use cushion_core::{SimConfig, SimDriver, StreamId};
+
+use crate::{
+    Answer, CAPTURE_UNSUPPORTED, CONTEXT_IS_DESTROYED, DEINITIALIZED, INVALID_CONTEXT,
+    INVALID_DEVICE, INVALID_HANDLE, NOT_INITIALIZED, OUT_OF_MEMORY, UNKNOWN,
+};
+
+/// The mode in which a thread may call anything while a capture is under way.
+const RELAXED: c_uint = 2;
+
+/// Handles of pages, events and nodes tell their device: CUDA's do not need one to be named either.
+const DEVICE_SHIFT: u32 = 40;
+
+/// Addresses start here; the simulated devices' own would be the same on each.
+const FIRST_ADDRESS: u64 = 1 << 40;
+
+thread_local! {
+    /// The contexts of this thread, by their devices; the last is current. `None` is no context.
+    pub(crate) static STACK: RefCell<Vec<Option<usize>>> = const { RefCell::new(Vec::new()) };
+    pub(crate) static MODE: Cell<c_uint> = const { Cell::new(0) };
+}
+
+/// One simulated device.
+pub(crate) struct Device {
+    pub(crate) sim: SimDriver,
+    /// How often its primary context is held.
+    pub(crate) retained: u32,
+    /// Which devices may use an address, by the ranges that were granted.
+    pub(crate) access: BTreeMap<u64, (u64, u64)>,
+    /// Streams being captured.
+    pub(crate) capturing: BTreeSet<u64>,
+}
+
+/// What every call sees.
+pub(crate) struct World {
+    pub(crate) devices: Vec<Device>,
+    peers: BTreeSet<(usize, usize)>,
+    without: Vec<String>,
+    pub(crate) initialised: bool,
+    pub(crate) shut_down: bool,
+    pub(crate) counts: BTreeMap<&'static str, u64>,
+    /// Calls until one fails, and with what.
+    pub(crate) failure: Option<(u64, c_int)>,
+    next_address: u64,
+    /// Which device plain allocations and reserved ranges are of.
+    pub(crate) owners: BTreeMap<u64, (u64, usize)>,
+    /// Streams made here, and their devices.
+    pub(crate) streams: BTreeMap<u64, usize>,
+    pub(crate) destroyed: BTreeSet<u64>,
+    /// Streams that are told to answer something else about their capture.
+    pub(crate) odd_captures: BTreeMap<u64, c_int>,
+    /// Which pages are refused: their handle types, whether for RDMA, and with what code.
+    pub(crate) refused_pages: (c_uint, bool, c_int),
+    /// How each page was asked for.
+    pub(crate) page_kinds: BTreeMap<u64, (c_uint, bool)>,
+}
+
+#[expect(
+    clippy::disallowed_methods,
+    reason = "this library stands in for one that CUDA configures so"
+)]
+fn variable(name: &str) -> Option<String> {
+    std::env::var(name).ok()
+}
+
+impl World {
+    fn from_environment() -> Self {
+        let number = |name, default| {
+            variable(name).and_then(|text| text.trim().parse().ok()).unwrap_or(default)
+        };
+        let count = number("STANDIN_DEVICES", 1);
+        let capacity = number("STANDIN_CAPACITY", GIB);
+        let devices: Vec<Device> = (0..u32::try_from(count).unwrap_or(0))
+            .map(|device| Device {
+                sim: SimDriver::new(SimConfig { device, ..SimConfig::with_capacity(capacity) }),
+                retained: 0,
+                access: BTreeMap::new(),
+                capturing: BTreeSet::new(),
+            })
+            .collect();
+        let count = devices.len();
+        let peers = match variable("STANDIN_PEERS").unwrap_or_default().trim() {
+            "all" => (0..count).flat_map(|from| (0..count).map(move |to| (from, to))).collect(),
+            pairs => pairs
+                .split(',')
+                .filter_map(|pair| {
+                    let (from, to) = pair.split_once('>')?;
+                    Some((from.trim().parse().ok()?, to.trim().parse().ok()?))
+                })
+                .collect(),
+        };
+        let without = variable("STANDIN_WITHOUT").unwrap_or_default();
+        Self {
+            devices,
+            peers,
+            without: without.split(',').map(|word| word.trim().to_owned()).collect(),
+            initialised: false,
+            shut_down: false,
+            counts: BTreeMap::new(),
+            failure: None,
+            next_address: FIRST_ADDRESS,
+            owners: BTreeMap::new(),
+            streams: BTreeMap::new(),
+            destroyed: BTreeSet::new(),
+            odd_captures: BTreeMap::new(),
+            refused_pages: (0, false, 0),
+            page_kinds: BTreeMap::new(),
+        }
+    }
+
+    pub(crate) fn supports(&self, what: &str) -> bool {
+        !self.without.iter().any(|word| word == what)
+    }
+
+    pub(crate) fn can_reach(&self, from: usize, to: usize) -> bool {
+        from != to && self.peers.contains(&(from, to))
+    }
+
+    /// A device by the number C has for it.
+    pub(crate) fn device(&self, device: c_int) -> Result<usize, c_int> {
+        let index = usize::try_from(device).map_err(|_| INVALID_DEVICE)?;
+        if index < self.devices.len() { Ok(index) } else { Err(INVALID_DEVICE) }
+    }
+
+    /// The device whose context is current.
+    pub(crate) fn current(&self) -> Result<usize, c_int> {
+        let current = STACK.with_borrow(|stack| stack.last().copied().flatten());
+        let device = current.ok_or(INVALID_CONTEXT)?;
+        if self.devices[device].retained == 0 {
+            return Err(CONTEXT_IS_DESTROYED);
+        }
+        Ok(device)
+    }
+
+    /// As [`current`](Self::current), for a call that would break a capture if one is under way.
+    pub(crate) fn current_outside_capture(&self) -> Result<usize, c_int> {
+        let captured = self.devices.iter().any(|device| !device.capturing.is_empty());
+        if captured && MODE.get() != RELAXED {
+            return Err(CAPTURE_UNSUPPORTED);
+        }
+        self.current()
+    }
+
+    /// The same, for a call on what belongs to `device`.
+    pub(crate) fn expect_current(&self, device: usize) -> Result<&SimDriver, c_int> {
+        if self.current_outside_capture()? != device {
+            return Err(INVALID_CONTEXT);
+        }
+        Ok(&self.devices[device].sim)
+    }
+
+    /// Addresses nobody has, on any device.
+    pub(crate) fn fresh_address(&mut self, bytes: u64) -> u64 {
+        let address = self.next_address;
+        let span = bytes.next_multiple_of(2 * MIB).saturating_add(2 * MIB);
+        self.next_address = address.saturating_add(span);
+        address
+    }
+
+    /// The device of the allocation or range that holds `address`.
+    pub(crate) fn owner(&self, address: u64) -> Option<usize> {
+        let (&start, &(bytes, device)) = self.owners.range(..=address).next_back()?;
+        (address - start < bytes).then_some(device)
+    }
+
+    /// The device of a stream.
+    pub(crate) fn stream(&self, stream: *mut ()) -> Result<(usize, StreamId), c_int> {
+        let stream = stream.addr() as u64;
+        if self.destroyed.contains(&stream) {
+            return Err(INVALID_HANDLE);
+        }
+        let device = match self.streams.get(&stream) {
+            Some(&device) => device,
+            None => self.current()?,
+        };
+        Ok((device, StreamId(stream)))
+    }
+
+    /// What a handle of [`tagged`] is on its device.
+    pub(crate) fn untag(&self, handle: u64) -> Result<(usize, u64), c_int> {
+        let device = usize::try_from(handle >> DEVICE_SHIFT).unwrap_or(0);
+        let device = device.checked_sub(1).filter(|&device| device < self.devices.len());
+        let number = handle & ((1 << DEVICE_SHIFT) - 1);
+        device.map(|device| (device, number)).ok_or(INVALID_HANDLE)
+    }
+}
+
+/// A handle that tells its device, and is never null.
+pub(crate) fn tagged(device: usize, number: u64) -> u64 {
+    ((device as u64 + 1) << DEVICE_SHIFT) | number
+}
+
+/// CUDA's code for what a simulated device answered.
+pub(crate) fn told<T>(result: DriverResult<T>) -> Result<T, c_int> {
+    result.map_err(|error| match error.fault {
+        Fault::OutOfMemory => OUT_OF_MEMORY,
+        Fault::Failed(code) => code,
+    })
+}
+
+pub(crate) fn world() -> MutexGuard<'static, World> {
+    static WORLD: OnceLock<Mutex<World>> = OnceLock::new();
+    let world = WORLD.get_or_init(|| Mutex::new(World::from_environment()));
+    world.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Runs one function of the driver API.
+pub(crate) fn answer(name: &'static str, call: impl FnOnce(&mut World) -> Answer) -> c_int {
+    // A panic must not reach the C caller.
+    let answered = catch_unwind(AssertUnwindSafe(|| {
+        let mut world = world();
+        *world.counts.entry(name).or_default() += 1;
+        if let Some((left, code)) = &mut world.failure {
+            *left -= 1;
+            if *left == 0 {
+                let code = *code;
+                world.failure = None;
+                return Err(code);
+            }
+        }
+        if world.shut_down {
+            return Err(DEINITIALIZED);
+        }
+        if !world.initialised && !WITHOUT_INIT.contains(&name) {
+            return Err(NOT_INITIALIZED);
+        }
+        call(&mut world)
+    }));
+    answered.unwrap_or(Err(UNKNOWN)).err().unwrap_or(0)
+}
+
+/// What may be called before `cuInit`.
+const WITHOUT_INIT: [&str; 3] = ["cuInit", "cuDriverGetVersion", "cuGetErrorName"];
