@@ -508,6 +508,37 @@ status cudaMemsetAsync(void *at, int value, size_t bytes, void *stream) {
     return OK;
 }
 
+/* Between processes a handle is the address, or the event, itself: enough to be handed round in one. */
+
+struct ipc { char bytes[64]; };
+
+static status ipc_handle(struct ipc *out, void *what) {
+    memset(out, 0, sizeof *out);
+    memcpy(out->bytes, &what, sizeof what);
+    return OK;
+}
+static status ipc_open(void **out, struct ipc handle) {
+    memcpy(out, handle.bytes, sizeof *out);
+    return OK;
+}
+
+status cudaIpcGetMemHandle(struct ipc *out, void *address) {
+    IN_CONTEXT();
+    ASK("cuIpcGetMemHandle", (struct ipc *, void *), (out, address));
+    return ipc_handle(out, address);
+}
+status cudaIpcOpenMemHandle(void **out, struct ipc handle, unsigned flags) {
+    IN_CONTEXT();
+    ASK("cuIpcOpenMemHandle_v2", (void **, struct ipc, unsigned), (out, handle, flags));
+    return ipc_open(out, handle);
+}
+status cudaIpcCloseMemHandle(void *address) {
+    ASK("cuIpcCloseMemHandle", (void *), (address));
+    return OK;
+}
+status cudaIpcGetEventHandle(struct ipc *out, void *event) { return ipc_handle(out, event); }
+status cudaIpcOpenEventHandle(void **out, struct ipc handle) { return ipc_open(out, handle); }
+
 /* Captures. A stream that waits for an event of a capturing stream joins its capture. */
 
 struct member { void *handle; u64 capture; struct member *next; };
@@ -644,6 +675,17 @@ status cudaUserObjectCreate(void **out, void *pointer, void (*destroy)(void *), 
 }
 status cudaUserObjectRelease(void *object, unsigned count) {
     (void)object, (void)count;
+    return OK;
+}
+
+/* Memory that graphs hold outside of any allocator: none. */
+status cudaDeviceGetGraphMemAttribute(int ordinal, int which, void *value) {
+    (void)ordinal, (void)which;
+    *(u64 *)value = 0;
+    return OK;
+}
+status cudaDeviceSetGraphMemAttribute(int ordinal, int which, void *value) {
+    (void)ordinal, (void)which, (void)value;
     return OK;
 }
 
