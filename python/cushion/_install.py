@@ -131,7 +131,7 @@ def _log_to_stderr() -> None:
 def _log_refusal(device: int, wanted: int, limit: int, free: int) -> None:
     mib = 1 << 20
     logger.warning(
-        "GPU %d: refused an allocation of %.2f MiB (%.2f MiB of %.2f MiB are free)",
+        "GPU %d: refused an allocation of %.2f MiB (free on the GPU: %.2f MiB; this process may hold %.2f MiB)",
         device,
         wanted / mib,
         free / mib,

@@ -100,15 +100,16 @@ fn message(device: i64, engine: &CudaEngine, shortage: &Shortage) -> String {
 }
 
 fn add_what_was_tried(text: &mut String, shortage: &Shortage) {
-    if shortage.wanted > shortage.allowed.unwrap_or(shortage.device_total) {
+    let tried: Vec<_> = shortage.tried.iter().map(ToString::to_string).collect();
+    if tried.is_empty() {
         text.push_str(
-            " Cushion: this can never fit, whatever is freed, so nothing was given back.",
+            " Cushion gave nothing back: this can never fit on this GPU, whatever is freed.",
         );
         return;
     }
-    let tried: Vec<_> = shortage.tried.iter().map(ToString::to_string).collect();
-    if !tried.is_empty() {
-        let _ = write!(text, " Cushion {}; it was not enough.", tried.join(", then "));
+    let _ = write!(text, " Cushion {}; it was not enough.", tried.join(", then "));
+    if shortage.allowed.is_some_and(|allowed| shortage.wanted > allowed) {
+        text.push_str(" It can never fit into what this process is allowed, whatever is freed.");
     }
     if shortage.recording {
         text.push_str(
