@@ -101,7 +101,7 @@ def llama(kv_heads: int, checkpointing: bool):
 
 
 class Gpt2Train(Workload):
-    """GPT-2 medium, the same batch each step."""
+    """GPT-2 medium, batches of one size."""
 
     def build(self):
         from transformers import GPT2Config, GPT2LMHeadModel
