@@ -114,7 +114,7 @@ def chosen(groups: list[Group], names: list[str]) -> list[Group]:
     for name in names:
         together = set(TOGETHER.get(name, (name,)))
         if not together <= known:
-            names = ", ".join(group.name for group in groups)
-            raise ValueError(f"there is no group {name}; there are {names}")
+            there_are = ", ".join(group.name for group in groups)
+            raise ValueError(f"there is no group {name}; there are {there_are}")
         wanted |= together
     return [group for group in groups if not wanted or group.name in wanted]
