@@ -26,6 +26,7 @@ class Outcome:
     seconds: float = 0.0
     result: dict[str, Any] = field(default_factory=dict)
     made_from: str = ""  # of what was run: another program or package makes it worthless
+    tries: int = 1  # what failed is tried again, and that is to be seen
 
     def __post_init__(self) -> None:
         assert self.status in ("passed", "failed", "skipped"), self.status
@@ -107,12 +108,15 @@ def verdict(group: Group, outcomes: dict[str, Outcome]) -> Verdict:
         wrong = wrong_figures(group.name, by_mode(group, outcomes, MODES))
         if wrong:
             return Verdict("failed", wrong, seconds)
-    skipped = [
-        f"{job.key} skipped: {outcomes[job.key].why}"
-        for job in group.jobs
-        if outcomes[job.key].status == "skipped"
-    ]
-    return Verdict("passed", skipped, seconds)
+    notes = [note for job in group.jobs for note in noteworthy(job, outcomes[job.key])]
+    return Verdict("passed", notes, seconds)
+
+
+def noteworthy(job: Job, found: Outcome) -> list[str]:
+    """What there is to say of a job in a group that passed."""
+    if found.status == "skipped":
+        return [f"{job.key} skipped: {found.why}"]
+    return [f"{job.key} passed at try {found.tries}"] if found.tries > 1 else []
 
 
 def by_mode(group: Group, outcomes: dict[str, Outcome], modes: dict) -> dict[str, list[dict]]:
@@ -340,7 +344,7 @@ def page(
             parts.append(f"## {heading}\n\n" + "\n".join(lines))
     notes = [why for found in verdicts.values() if found.status == "passed" for why in found.why]
     if notes:
-        parts.append("## Skipped within groups that passed\n\n" + "\n".join(f"- {note}" for note in notes))
+        parts.append("## Of groups that passed\n\n" + "\n".join(f"- {note}" for note in notes))
     if all(found.status == "passed" for found in verdicts.values()):
         parts.append("Every group passed.")
     return "\n\n".join(parts) + "\n"

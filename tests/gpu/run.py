@@ -51,7 +51,7 @@ if reason is None:
                  cuda=torch.version.cuda, python=platform.python_version())
     try:
         import cushion
-        facts["cushion"] = cushion.__version__
+        facts["cushion"] = getattr(cushion, "__version__", "of unknown version")
     except ImportError as error:
         facts["missing"] = str(error)
 print(json.dumps(facts))
@@ -211,6 +211,9 @@ def run_groups(groups: list[Group], record: Record, run: Callable[[Job], Outcome
             print(f"{group.name} [{count}/{len(left)}] {job.key}", end=": ", flush=True)
             found = run(job)
             found.made_from = made_from(job)
+            before = record.outcomes.get(job.key)
+            if before is not None and before.status == "failed" and before.made_from == found.made_from:
+                found.tries = before.tries + 1
             record.add(job, found)
             why = f": {found.why[:300]}" if found.why else ""
             print(f"{found.status}, {found.seconds:.0f} s{why}", flush=True)

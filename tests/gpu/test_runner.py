@@ -276,7 +276,9 @@ class Resuming(unittest.TestCase):
             return Outcome("failed", "x") if job.key == "a" else Outcome("skipped", "y")
 
         self.ran(self.record(), fate)
-        self.assertEqual(self.ran(self.record()), ["a", "b"])
+        record = self.record()
+        self.assertEqual(self.ran(record), ["a", "b"])
+        self.assertEqual(outcome.verdict(self.group, record.outcomes).why, ["a passed at try 2"])
 
     def test_a_run_that_was_stopped_goes_on(self):
         def fate(job: Job) -> Outcome:
