@@ -75,7 +75,7 @@ def alternating(
 
 
 def tests() -> list[Group]:
-    contract = Job("contract", ("gpu-kit/gpu_contract", "--include-ignored", "--test-threads=1"), 300)
+    contract = Job("contract", ("gpu-kit/gpu_contract",), 300)
     return [
         Group("contract", "the driver layer alone, from Rust", (contract,)),
         Group(

@@ -74,17 +74,18 @@ def of_program(returncode: int, stdout: str, stderr: str, seconds: float) -> Out
     return Outcome("failed", why, seconds, line)
 
 
-def of_rust_tests(returncode: int, stdout: str, stderr: str, seconds: float) -> Outcome:
-    """The outcome of an executable of Rust tests."""
-    counts = re.search(r"test result: \w+\. (\d+) passed; (\d+) failed; (\d+) ignored", stdout)
-    if counts is None:
-        return Outcome("failed", f"exit code {returncode}, no result: {last_words(stderr)}", seconds)
-    passed, failed, _ = map(int, counts.groups())
-    result = {"passed": passed, "failed": failed}
-    if returncode == 0 and failed == 0 and passed > 0:
+def of_contract(returncode: int, stdout: str, stderr: str, seconds: float) -> Outcome:
+    """The outcome of the checks of the CUDA layer, which say a line for each."""
+    skipped = re.search(r"^gpu_contract: SKIPPED: (.*)$", stdout, re.MULTILINE)
+    if skipped is not None:
+        return Outcome("skipped", skipped[1], seconds)
+    passed = re.findall(r"^gpu_contract: ok: (.*)$", stdout, re.MULTILINE)
+    failed = re.findall(r"^gpu_contract: FAILED: (.*)$", stdout, re.MULTILINE)
+    result = {"passed": len(passed), "failed": len(failed)}
+    if returncode == 0 and not failed and passed and "gpu_contract: PASSED" in stdout:
         return Outcome("passed", "", seconds, result)
-    names = re.findall(r"^test (\S+) \.\.\. FAILED", stdout, re.MULTILINE)
-    return Outcome("failed", f"{failed} of {passed + failed} failed: {', '.join(names)}", seconds, result)
+    why = f"failed: {', '.join(failed)}" if failed else f"exit code {returncode} after {len(passed)} checks"
+    return Outcome("failed", f"{why}: {last_words(stderr)}", seconds, result)
 
 
 # Verdicts
@@ -222,7 +223,7 @@ def figures(result: dict[str, Any]) -> str:
             for part in ("beginning", "middle")
         )
     if "passed" in result:
-        return f"{result['passed']} tests passed"
+        return f"{result['passed']} checks"
     return f"{result['checks']} checks" if "checks" in result else ""
 
 

@@ -194,7 +194,7 @@ def run_job(job: Job) -> Outcome:
             raise
         why = f"still running after {job.timeout} s: {outcome.last_words(stderr)}"
         return Outcome("failed", why, time.monotonic() - began)
-    read = outcome.of_program if python else outcome.of_rust_tests
+    read = outcome.of_program if python else outcome.of_contract
     found = read(process.returncode, stdout, stderr, round(time.monotonic() - began, 1))
     if found.status == "failed":
         print(stderr[-3000:], file=sys.stderr)

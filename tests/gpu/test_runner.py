@@ -104,16 +104,17 @@ class Outcomes(unittest.TestCase):
                 found = outcome.of_program(returncode, stdout, "last words\n", 1.0)
                 self.assertEqual((found.status, found.why), (status, why))
 
-    def test_of_rust_tests(self):
-        well = "test a ... ok\n\ntest result: ok. 12 passed; 0 failed; 0 ignored; 0 measured\n"
-        found = outcome.of_rust_tests(0, well, "", 1.0)
-        self.assertEqual((found.status, found.result["passed"]), ("passed", 12))
-        ill = "test a ... FAILED\ntest b ... ok\ntest result: FAILED. 1 passed; 1 failed; 0 ignored;\n"
-        found = outcome.of_rust_tests(101, ill, "", 1.0)
-        self.assertEqual((found.status, found.why), ("failed", "1 of 2 failed: a"))
-        none = "test result: ok. 0 passed; 0 failed; 0 ignored;\n"
-        self.assertEqual(outcome.of_rust_tests(0, none, "", 1.0).status, "failed")
-        self.assertEqual(outcome.of_rust_tests(-6, "", "abort", 1.0).status, "failed")
+    def test_of_contract(self):
+        well = "gpu_contract: ok: pages\ngpu_contract: ok: events\ngpu_contract: PASSED\n"
+        found = outcome.of_contract(0, well, "", 1.0)
+        self.assertEqual((found.status, found.result["passed"]), ("passed", 2))
+        ill = "gpu_contract: ok: pages\ngpu_contract: FAILED: events\ngpu_contract: FAILED\n"
+        found = outcome.of_contract(1, ill, "", 1.0)
+        self.assertEqual(found.status, "failed")
+        self.assertIn("failed: events", found.why)
+        self.assertEqual(outcome.of_contract(0, "", "", 1.0).status, "failed")
+        self.assertEqual(outcome.of_contract(-6, well, "abort", 1.0).status, "failed")
+        self.assertEqual(outcome.of_contract(0, "gpu_contract: SKIPPED: no GPU\n", "", 1.0).status, "skipped")
 
 
 class Verdicts(unittest.TestCase):
