@@ -41,6 +41,8 @@ class Job:
     key: str
     command: tuple[str, ...]
     timeout: int
+    # Whether it prepares, says that it is ready, and waits for a line on standard input.
+    waits: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,8 @@ def alternating(
     for number in range(1, rounds + 1):
         order = list(modes) if number % 2 else list(reversed(modes))
         for mode in order:
-            jobs.append(Job(f"{name} {mode} {number}", (*program, *modes[mode], *more), 240))
+            command = (*program, *modes[mode], *more)
+            jobs.append(Job(f"{name} {mode} {number}", command, 240, waits="--wait" in more))
     return tuple(jobs)
 
 
@@ -95,7 +98,7 @@ def benches(rounds: int) -> list[Group]:
         Group(
             name,
             f"{STEPS} steps under PyTorch's allocators and Cushion's, in turn",
-            alternating(name, MODES, rounds, ("workloads.py", name), ("--steps", str(STEPS))),
+            alternating(name, MODES, rounds, ("workloads.py", name), ("--steps", str(STEPS), "--wait")),
         )
         for name in WORKLOADS
     ]

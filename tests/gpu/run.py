@@ -22,7 +22,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -167,16 +167,17 @@ def made_from(job: Job) -> str:
 # Running
 
 
-def run_job(job: Job) -> Outcome:
-    program, *arguments = job.command
-    python = program.endswith(".py")
-    path = HERE / program if python else ROOT / program
-    if not path.exists():
-        return Outcome("skipped", f"{program} is not there")
-    command = [sys.executable, str(path)] if python else [str(path)]
-    began = time.monotonic()
-    process = subprocess.Popen(
-        [*command, *arguments],
+def path_of(job: Job) -> Path:
+    program = job.command[0]
+    return HERE / program if program.endswith(".py") else ROOT / program
+
+
+def start(job: Job) -> subprocess.Popen:
+    path = path_of(job)
+    command = [sys.executable, str(path)] if path.suffix == ".py" else [str(path)]
+    return subprocess.Popen(
+        [*command, *job.command[1:]],
+        stdin=subprocess.PIPE if job.waits else subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -184,32 +185,70 @@ def run_job(job: Job) -> Outcome:
         cwd=ROOT,
         start_new_session=True,
     )
-    try:
-        stdout, stderr = process.communicate(timeout=job.timeout)
-    except BaseException as stopped:
-        # With everything it started; an interrupt from the keyboard does not reach its session.
+
+
+def prepared(jobs: list[Job]) -> dict[str, subprocess.Popen]:
+    """Those of the jobs that wait, all started and ready: half of a short run is imports, which need no
+    GPU and so disturb nobody yet."""
+    waiting = {job.key: start(job) for job in jobs if job.waits and path_of(job).exists()}
+    for process in waiting.values():
+        # It says that it is ready, or ends.
+        process.stdout.readline()
+    return waiting
+
+
+def kill(process: subprocess.Popen) -> None:
+    """With everything it started; an interrupt from the keyboard does not reach its session."""
+    if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
+
+
+def run_job(job: Job, process: subprocess.Popen | None = None) -> Outcome:
+    if not path_of(job).exists():
+        return Outcome("skipped", f"{job.command[0]} is not there")
+    began = time.monotonic()
+    process = process or prepared([job]).get(job.key) or start(job)
+    try:
+        stdout, stderr = process.communicate("go\n" if job.waits else None, timeout=job.timeout)
+    except BaseException as stopped:
+        kill(process)
         stdout, stderr = process.communicate()
         if not isinstance(stopped, subprocess.TimeoutExpired):
             raise
         why = f"still running after {job.timeout} s: {outcome.last_words(stderr)}"
         return Outcome("failed", why, time.monotonic() - began)
-    read = outcome.of_program if python else outcome.of_contract
+    read = outcome.of_program if path_of(job).suffix == ".py" else outcome.of_contract
     found = read(process.returncode, stdout, stderr, round(time.monotonic() - began, 1))
     if found.status == "failed":
         print(stderr[-3000:], file=sys.stderr)
     return found
 
 
-def run_groups(groups: list[Group], record: Record, run: Callable[[Job], Outcome] = run_job) -> None:
+def run_jobs(jobs: list[Job]) -> Iterator[Outcome]:
+    """The outcome of each, one after the other."""
+    waiting = prepared(jobs)
+    try:
+        for job in jobs:
+            yield run_job(job, waiting.pop(job.key, None))
+    finally:
+        for process in waiting.values():
+            kill(process)
+            process.communicate()
+
+
+Run = Callable[[list[Job]], Iterator[Outcome]]
+
+
+def run_groups(groups: list[Group], record: Record, run: Run = run_jobs) -> None:
     """Runs what is not done, and records each outcome as it comes."""
     for group in groups:
         left = [job for job in group.jobs if not record.done(job)]
         if len(left) < len(group.jobs):
             print(f"{group.name}: {len(group.jobs) - len(left)} of {len(group.jobs)} done before")
+        outcomes = run(left)
         for count, job in enumerate(left, 1):
             print(f"{group.name} [{count}/{len(left)}] {job.key}", end=": ", flush=True)
-            found = run(job)
+            found = next(outcomes)
             found.made_from = made_from(job)
             before = record.outcomes.get(job.key)
             if before is not None and before.status == "failed" and before.made_from == found.made_from:

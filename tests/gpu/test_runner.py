@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import sys
 import tempfile
 import unittest
 from pathlib import Path
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
@@ -69,7 +71,7 @@ class Groups(unittest.TestCase):
         jobs = {job.key: job.command for group in groups.benches(1) for job in group.jobs}
         self.assertEqual(
             jobs["generate cushion expandable 1"],
-            ("workloads.py", "generate", "cushion", "--policy", "expandable", "--steps", "12"),
+            ("workloads.py", "generate", "cushion", "--policy", "expandable", "--steps", "12", "--wait"),
         )
         self.assertEqual(jobs["speed pluggable 1"], ("cca_speed.py", "pluggable"))
 
@@ -259,9 +261,10 @@ class Resuming(unittest.TestCase):
         """The jobs that were run. They pass, unless `fate` says what comes of them."""
         keys = []
 
-        def fake(job: Job) -> Outcome:
-            keys.append(job.key)
-            return fate(job) if fate else Outcome("passed", "", 1.0, {"checks": 1})
+        def fake(jobs: list[Job]):
+            for job in jobs:
+                keys.append(job.key)
+                yield fate(job) if fate else Outcome("passed", "", 1.0, {"checks": 1})
 
         with contextlib.redirect_stdout(io.StringIO()):
             run.run_groups([self.group], record, fake)
@@ -338,6 +341,35 @@ class Running(unittest.TestCase):
         self.assertEqual(found.status, "failed")
         self.assertIn("still running after 1 s", found.why)
         self.assertLess(found.seconds, 30)
+
+    def test_jobs_that_wait_are_ready_before_the_first_goes_on(self):
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "program.py")
+            path.write_text(
+                "import json, os, sys\n"
+                "open(sys.argv[1] + '.ready', 'w').close()\n"
+                "print(json.dumps({'ready': True}), flush=True)\n"
+                "said = sys.stdin.readline()\n"
+                "found = sorted(name for name in os.listdir(os.path.dirname(sys.argv[1])) if 'ready' in name)\n"
+                "print(json.dumps({'ok': said == 'go\\n', 'found': found}))\n"
+            )
+            jobs = [Job(name, (str(path), os.path.join(folder, name)), 20, waits=True) for name in "ab"]
+            first, second = run.run_jobs(jobs)
+            self.assertEqual((first.status, first.result["found"]), ("passed", ["a.ready", "b.ready"]))
+            self.assertEqual(second.status, "passed")
+
+    def test_jobs_that_wait_do_not_outlive_a_run_that_is_stopped(self):
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "program.py")
+            path.write_text("print('{\"ready\": true}', flush=True)\ninput()\nprint('{\"ok\": true}')\n")
+            jobs = [Job(name, (str(path),), 20, waits=True) for name in "ab"]
+            with mock.patch.object(run, "start", wraps=run.start) as start:
+                started = []
+                start.side_effect = lambda job, start=start._mock_wraps: started.append(start(job)) or started[-1]
+                outcomes = run.run_jobs(jobs)
+                self.assertEqual(next(outcomes).status, "passed")
+                outcomes.close()
+            self.assertEqual([process.poll() is None for process in started], [False, False])
 
     def test_what_is_not_there_is_skipped(self):
         found = run.run_job(Job("x", ("gpu-kit/no-such-program",), 1))

@@ -1,12 +1,15 @@
 """Real PyTorch workloads, with random weights and nothing to download, for measuring allocators.
 
     python tests/gpu/workloads.py NAME MODE [--policy P] [--steps N] [--trace OUT.pickle.gz] [--stacks]
-                                  [--cap-gib G] [--scale X]
+                                  [--cap-gib G] [--scale X] [--wait]
 
 NAME is gpt2_train, llama_varlen, stream_offload, generate, vision_multires or graphs_serving; MODE is
 native, expandable, async or cushion (with a policy). Prints one JSON line: peaks in bytes, seconds per
 step and items per second over the last two thirds of the steps, the last loss, retries, and whether
 memory ran out. All figures of memory are from `torch.cuda.memory_stats()`. Takes 15 to 45 seconds.
+
+With --wait it prepares all that needs no GPU, says so with a line of JSON, and goes on at a line on
+standard input: half of a short run is imports, and several can prepare at once.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import json
 import os
 import pickle
 import random
+import sys
 import time
 from collections.abc import Callable
 
@@ -42,6 +46,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--stacks", action="store_true", help="stacks in the trace")
     parser.add_argument("--cap-gib", type=float, default=0)
     parser.add_argument("--scale", type=float, default=1.0, help="of batch sizes")
+    parser.add_argument("--wait", action="store_true", help="prepare, and go on at a line on standard input")
     return parser.parse_args()
 
 
@@ -62,6 +67,9 @@ class Workload:
     def keep_last(self, i: int, loss) -> None:
         if i == self.steps - 1:
             self.loss = round(loss.item(), 6)
+
+    def prepare(self) -> None:
+        """What needs no GPU."""
 
     def build(self) -> Callable[[int], int]:
         """The step: given its number, it returns how many items it worked on."""
@@ -100,7 +108,12 @@ def llama(kv_heads: int, checkpointing: bool):
     return model
 
 
-class Gpt2Train(Workload):
+class OfTransformers(Workload):
+    def prepare(self):
+        from transformers import GPT2LMHeadModel, LlamaForCausalLM  # noqa: F401
+
+
+class Gpt2Train(OfTransformers):
     """GPT-2 medium, batches of one size."""
 
     def build(self):
@@ -123,7 +136,7 @@ class Gpt2Train(Workload):
         return step
 
 
-class LlamaVarlen(Workload):
+class LlamaVarlen(OfTransformers):
     """A Llama of 1.1B with batches of many lengths, and activation checkpointing."""
 
     def build(self):
@@ -187,7 +200,7 @@ class StreamOffload(Workload):
         return step
 
 
-class Generate(Workload):
+class Generate(OfTransformers):
     """Greedy decoding with a growing cache, prompts of many lengths."""
 
     def build(self):
@@ -211,6 +224,9 @@ class Generate(Workload):
 
 class VisionMultires(Workload):
     """ResNet-50 with pictures of many sizes."""
+
+    def prepare(self):
+        import torchvision  # noqa: F401
 
     def build(self):
         import torchvision
@@ -239,12 +255,15 @@ class GraphsServing(Workload):
 
     BATCHES = (256, 128, 64, 32, 16, 8, 4, 2, 1)
 
-    def build(self):
+    def prepare(self):
         nn = torch.nn
         blocks = [
             nn.Sequential(nn.Linear(4096, 11008), nn.SiLU(), nn.Linear(11008, 4096)) for _ in range(16)
         ]
-        model = nn.Sequential(*blocks).to(torch.bfloat16).to("cuda").eval()
+        self.model = nn.Sequential(*blocks).to(torch.bfloat16)
+
+    def build(self):
+        model = self.model.to("cuda").eval()
         captured = {}
         pool = torch.cuda.graph_pool_handle()
         with torch.inference_mode():
@@ -287,6 +306,13 @@ WORKLOADS: dict[str, type[Workload]] = {
     "vision_multires": VisionMultires,
     "graphs_serving": GraphsServing,
 }
+
+
+def wait_for_the_word() -> None:
+    print(json.dumps({"ready": True}), flush=True)
+    if not sys.stdin.readline():
+        # Whoever started this is gone.
+        sys.exit(1)
 
 
 def measure(workload: Workload, result: dict) -> None:
@@ -351,6 +377,10 @@ def main(given: argparse.Namespace) -> None:
         cushion.install(policy=given.policy)
     random.seed(1)
     torch.manual_seed(1)
+    workload = WORKLOADS[given.name](given.steps, given.scale)
+    workload.prepare()
+    if given.wait:
+        wait_for_the_word()
     if given.cap_gib:
         total = torch.cuda.mem_get_info()[1]
         torch.cuda.set_per_process_memory_fraction(min(1.0, given.cap_gib * GIB / total))
@@ -363,7 +393,7 @@ def main(given: argparse.Namespace) -> None:
     if given.mode == "cushion":
         result["policy"] = given.policy
     try:
-        measure(WORKLOADS[given.name](given.steps, given.scale), result)
+        measure(workload, result)
     except torch.OutOfMemoryError as error:
         result["oom"] = str(error)[:160]
     result.update(memory_figures())

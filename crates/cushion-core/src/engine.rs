@@ -112,18 +112,22 @@ impl<D: Driver> Engine<D> {
         })
     }
 
+    /// The lock. It is kept for less time than it takes to put a thread to sleep and to wake it, unless
+    /// the driver is being asked: so look again for a moment before waiting.
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.lock_in_a_moment()
+            .unwrap_or_else(|| self.state.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// The lock, unless another thread keeps it for longer than a hit takes.
+    /// The lock, unless another thread keeps it for longer than a few hits take.
     fn lock_in_a_moment(&self) -> Option<MutexGuard<'_, State>> {
-        const TRIES: u32 = 100;
-        for _ in 0..TRIES {
+        const LOOKS: u32 = 60;
+        const PAUSES: u32 = 10;
+        for _ in 0..LOOKS {
             match self.state.try_lock() {
                 Ok(guard) => return Some(guard),
                 Err(TryLockError::Poisoned(poisoned)) => return Some(poisoned.into_inner()),
-                Err(TryLockError::WouldBlock) => std::hint::spin_loop(),
+                Err(TryLockError::WouldBlock) => (0..PAUSES).for_each(|_| std::hint::spin_loop()),
             }
         }
         None

@@ -97,12 +97,13 @@ impl LiveStat {
     }
 }
 
-/// The live counterpart of [`StatArray`].
+/// The live counterpart of [`StatArray`]. What all pools have is the sum of the two halves, so that only
+/// its peak is kept: these are the hottest writes there are.
 #[derive(Debug, Default)]
 pub(crate) struct LiveStatArray {
-    all: LiveStat,
     small_pool: LiveStat,
     large_pool: LiveStat,
+    peak_of_all: AtomicU64,
 }
 
 impl LiveStatArray {
@@ -111,25 +112,40 @@ impl LiveStatArray {
     }
 
     pub(crate) fn increase(&self, small: bool, amount: u64) {
-        self.all.increase(amount);
         self.half(small).increase(amount);
+        let current = self.current();
+        if current > self.peak_of_all.load(Relaxed) {
+            self.peak_of_all.store(current, Relaxed);
+        }
     }
 
     pub(crate) fn decrease(&self, small: bool, amount: u64) {
-        self.all.decrease(amount);
         self.half(small).decrease(amount);
     }
 
     pub(crate) fn current(&self) -> u64 {
-        self.all.current.load(Relaxed)
+        self.small_pool.current.load(Relaxed) + self.large_pool.current.load(Relaxed)
     }
 
-    fn each(&self) -> [&LiveStat; 3] {
-        [&self.all, &self.small_pool, &self.large_pool]
+    fn reset_peak(&self) {
+        self.small_pool.reset_peak();
+        self.large_pool.reset_peak();
+        self.peak_of_all.store(self.current(), Relaxed);
+    }
+
+    fn reset_accumulated(&self) {
+        self.small_pool.reset_accumulated();
+        self.large_pool.reset_accumulated();
     }
 
     fn read(&self) -> StatArray {
-        let [all, small_pool, large_pool] = self.each().map(LiveStat::read);
+        let (small_pool, large_pool) = (self.small_pool.read(), self.large_pool.read());
+        let all = Stat {
+            current: small_pool.current + large_pool.current,
+            peak: self.peak_of_all.load(Relaxed),
+            allocated: small_pool.allocated + large_pool.allocated,
+            freed: small_pool.freed + large_pool.freed,
+        };
         StatArray { all, small_pool, large_pool }
     }
 }
@@ -199,13 +215,13 @@ macro_rules! counters {
 
             /// Peaks start again from what is there now. Called under the engine's lock.
             pub(crate) fn reset_peak(&self) {
-                $(self.$array.each().into_iter().for_each(LiveStat::reset_peak);)*
+                $(self.$array.reset_peak();)*
                 $(self.$stat.reset_peak();)*
             }
 
             /// What was added and taken away so far is forgotten. Called under the engine's lock.
             pub(crate) fn reset_accumulated(&self) {
-                $(self.$array.each().into_iter().for_each(LiveStat::reset_accumulated);)*
+                $(self.$array.reset_accumulated();)*
                 $(self.$stat.reset_accumulated();)*
                 $(self.$count.set(0);)*
                 $(self.$our.set(0);)*
