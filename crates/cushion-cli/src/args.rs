@@ -1,5 +1,6 @@
 //! The arguments of every command, and nothing else.
 
+use std::ffi::OsString;
 use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
@@ -38,6 +39,12 @@ pub(crate) enum Command {
     /// allocations and where they came from, lifetimes, and what would have fitted. The exit code is 0
     /// if the report was written, whatever it says, and 2 if not.
     Report(ReportArgs),
+    /// Run a program with Cushion as the allocator of its PyTorch, with no change to it.
+    ///
+    /// The program is a Python file, -m and a module, or a command such as torchrun; Python processes that it
+    /// starts use Cushion too. Needs the Python package `cushion`, whose help says more: cushion run --help.
+    #[command(disable_help_flag = true)]
+    Run(RunArgs),
     /// Print the reference of all options, as in docs/options.md.
     Options,
 }
@@ -82,6 +89,14 @@ pub(crate) struct ReplayArgs {
     /// One JSON object per line, trace and policy.
     #[arg(long)]
     pub(crate) json: bool,
+}
+
+/// The arguments of `cushion run`, which are the Python package's to read.
+#[derive(Debug, Args)]
+pub(crate) struct RunArgs {
+    /// Options, the program and its arguments.
+    #[arg(trailing_var_arg = true, allow_hyphen_values = true, value_name = "PROGRAM")]
+    pub(crate) program: Vec<OsString>,
 }
 
 /// The arguments of `cushion convert`.

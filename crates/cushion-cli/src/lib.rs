@@ -10,6 +10,7 @@ mod bytes;
 mod convert;
 mod load;
 mod progress;
+mod python;
 mod replay;
 mod report;
 mod save;
@@ -54,6 +55,7 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> u8 {
         Command::Replay(args) => replay::run(&args, &mut streams),
         Command::Convert(args) => convert::run(&args, &mut streams),
         Command::Report(args) => report::run(&args, &mut streams),
+        Command::Run(args) => Err(python::hand_over(&args.program)),
         Command::Options => {
             streams.data(format_args!("{}", cushion_core::options::markdown().trim_end()));
             Ok(Verdict::Fits)
