@@ -52,7 +52,7 @@ impl CudaDriver {
         let api = Api::load()?;
         let failed = |function| move |code| CudaError::of(api, function, code);
         let id = api.device(device).map_err(failed("cuDeviceGet"))?;
-        let peers = peers_of(api, id, count).map_err(failed("cuDeviceCanAccessPeer"))?;
+        let peers = peers_of(api, id, count);
         let primary = Primary::retain(api, id).map_err(failed("cuDevicePrimaryCtxRetain"))?;
         let kinds = PageKinds::of(api, id);
         let entered = Entered::enter(api, primary.context).map_err(failed("cuCtxPushCurrent"))?;
@@ -173,16 +173,12 @@ fn fault(code: Code) -> Fault {
     }
 }
 
-/// The devices that can reach the memory of `device`. Asking makes no context.
-fn peers_of(api: &Api, device: CUdevice, count: u32) -> CallResult<Vec<CUdevice>> {
-    let mut peers = Vec::new();
-    for index in 0..count {
-        let other = api.device(index)?;
-        if other != device && api.can_reach(other, device)? {
-            peers.push(other);
-        }
-    }
-    Ok(peers)
+/// The devices that can reach the memory of `device`. Asking makes no context. A device that cannot be
+/// asked is no peer: a broken one must not keep the others from being used.
+fn peers_of(api: &Api, device: CUdevice, count: u32) -> Vec<CUdevice> {
+    let others = (0..count).filter_map(|index| api.device(index).ok());
+    let reaches = |&other: &CUdevice| other != device && api.can_reach(other, device) == Ok(true);
+    others.filter(reaches).collect()
 }
 
 /// The smallest page; 2 MiB, as on every device that has them, where there are none to ask about.

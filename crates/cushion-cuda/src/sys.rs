@@ -5,6 +5,7 @@
 //! The table below holds the same functions with a plain number for a result; the compiler compares
 //! their parameters with cudarc's declarations.
 
+use std::error::Error as _;
 use std::ffi::{c_char, c_int, c_uint, c_ulonglong};
 use std::fmt;
 use std::sync::OnceLock;
@@ -133,7 +134,10 @@ fn open() -> Result<Library, CudaError> {
         // safe way to load a library.
         match unsafe { Library::new(*name) } {
             Ok(library) => return Ok(library),
-            Err(error) if reason.is_empty() => reason = error.to_string(),
+            // The loader's own words are in the source of the error.
+            Err(error) if reason.is_empty() => {
+                reason = error.source().map_or_else(|| error.to_string(), ToString::to_string);
+            }
             Err(_) => {}
         }
     }

@@ -83,7 +83,7 @@ mod tests {
             assert!(matches!(error, CudaError::NoLibrary { .. }), "{error:?}");
             let text = error.to_string();
             assert!(text.contains("install the NVIDIA driver"), "{text}");
-            assert!(text.contains("libcuda.so"), "{text}");
+            assert!(text.contains("/libcuda.so.1"), "what the loader said is not told: {text}");
             assert_eq!(device_count(), Err(error));
             assert!(driver_version().is_err());
             assert_eq!(name(2), None);
@@ -135,8 +135,8 @@ mod tests {
                 let started = CudaDriver::new(0);
                 lib.standin_fail(0, 0);
                 match started {
-                    // What a device cannot be asked it does not support, and what cannot be put
-                    // back is left.
+                    // A peer that cannot be asked is none, what a device cannot be asked it does
+                    // not support, and what cannot be put back is left.
                     Ok(driver) => drop(driver),
                     Err(CudaError::Failed { code, name, function }) => {
                         assert_eq!((code, name.as_str()), (3, "CUDA_ERROR_NOT_INITIALIZED"));
@@ -147,7 +147,7 @@ mod tests {
                 }
                 assert_eq!(lib.standin_contexts(), 0, "call {nth}: a context is lost");
             }
-            assert!(failed >= 10, "{failed} calls");
+            assert!(failed >= 8, "{failed} calls");
         });
     }
 
