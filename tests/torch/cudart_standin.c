@@ -331,6 +331,7 @@ status cudaGetDriverEntryPointByVersion(const char *name, void **out, unsigned v
     static const char *const suffixes[] = {"_v2", ""};
     char symbol[128];
     (void)version, (void)flags;
+    IN_CONTEXT(); /* who asks here calls the driver next */
     *out = NULL;
     for (int i = 0; i < 2 && !*out; i++) {
         snprintf(symbol, sizeof symbol, "%s%s", name, suffixes[i]);
@@ -576,6 +577,7 @@ status cudaStreamBeginCapture(void *stream, int mode) {
 
 status cudaStreamEndCapture(void *stream, void **graph) {
     trace("cudaStreamEndCapture %p", stream);
+    IN_CONTEXT();
     ASK("cuStreamEndCapture", (void *, void **), (stream, graph));
     u64 id = capture_of(stream);
     *graph = NULL;
@@ -591,12 +593,14 @@ status cudaStreamEndCapture(void *stream, void **graph) {
 }
 
 status cudaStreamIsCapturing(void *stream, int *state) {
+    IN_CONTEXT();
     ASK("cuStreamIsCapturing", (void *, int *), (stream, state));
     *state = capture_of(stream) ? CAPTURE_ACTIVE : CAPTURE_NONE;
     return OK;
 }
 
 static status capture_info(void *stream, int *state, u64 *id) {
+    IN_CONTEXT();
     ASK("cuStreamGetCaptureInfo_v2", (void *, int *, u64 *, void **, const void **, size_t *),
         (stream, state, id, NULL, NULL, NULL));
     u64 found = capture_of(stream);
@@ -712,20 +716,24 @@ status cudaStreamDestroy(void *stream) {
     return OK;
 }
 status cudaStreamGetPriority(void *stream, int *priority) {
+    IN_CONTEXT();
     ASK("cuStreamGetPriority", (void *, int *), (stream, priority));
     *priority = 0;
     return OK;
 }
 status cudaStreamQuery(void *stream) {
+    IN_CONTEXT();
     ASK("cuStreamQuery", (void *), (stream));
     return OK;
 }
 status cudaStreamSynchronize(void *stream) {
+    IN_CONTEXT();
     ASK("cuStreamSynchronize", (void *), (stream));
     return OK;
 }
 
 status cudaStreamWaitEvent(void *stream, void *event, unsigned flags) {
+    IN_CONTEXT();
     ASK("cuStreamWaitEvent", (void *, void *, unsigned), (stream, event, flags));
     pthread_mutex_lock(&lock);
     u64 *from = member(&events, event, 0);
@@ -786,10 +794,12 @@ status cudaEventRecordWithFlags(void *event, void *stream, unsigned flags) {
 }
 
 status cudaEventQuery(void *event) {
+    IN_CONTEXT();
     ASK("cuEventQuery", (void *), (event));
     return OK;
 }
 status cudaEventSynchronize(void *event) {
+    IN_CONTEXT();
     ASK("cuEventSynchronize", (void *), (event));
     return OK;
 }

@@ -18,6 +18,7 @@
 //! `standin_*`.
 
 mod contexts;
+mod gate;
 mod hooks;
 mod memory;
 mod out;

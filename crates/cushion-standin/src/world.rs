@@ -10,6 +10,7 @@ use cushion_core::driver::{DriverResult, Fault};
 use cushion_core::size::{GIB, MIB};
 use cushion_core::{SimConfig, SimDriver, StreamId};
 
+use crate::gate;
 use crate::{
     Answer, CAPTURE_UNSUPPORTED, CONTEXT_IS_DESTROYED, DEINITIALIZED, INVALID_CONTEXT,
     INVALID_DEVICE, INVALID_HANDLE, NOT_INITIALIZED, OUT_OF_MEMORY, UNKNOWN,
@@ -57,6 +58,8 @@ pub(crate) struct World {
     /// Streams made here, and their devices.
     pub(crate) streams: BTreeMap<u64, usize>,
     pub(crate) destroyed: BTreeSet<u64>,
+    /// Events recorded in a capture: the stream, and which capture.
+    pub(crate) captured_events: BTreeMap<u64, (StreamId, u64)>,
     /// Streams that are told to answer something else about their capture.
     pub(crate) odd_captures: BTreeMap<u64, c_int>,
     /// Which pages are refused: their handle types, whether for RDMA, and with what code.
@@ -112,6 +115,7 @@ impl World {
             owners: BTreeMap::new(),
             streams: BTreeMap::new(),
             destroyed: BTreeSet::new(),
+            captured_events: BTreeMap::new(),
             odd_captures: BTreeMap::new(),
             refused_pages: (0, false, 0),
             page_kinds: BTreeMap::new(),
@@ -218,6 +222,7 @@ pub(crate) fn world() -> MutexGuard<'static, World> {
 pub(crate) fn answer(name: &'static str, call: impl FnOnce(&mut World) -> Answer) -> c_int {
     // A panic must not reach the C caller.
     let answered = catch_unwind(AssertUnwindSafe(|| {
+        gate::pass(name);
         let mut world = world();
         *world.counts.entry(name).or_default() += 1;
         if let Some((left, code)) = &mut world.failure {
@@ -240,4 +245,5 @@ pub(crate) fn answer(name: &'static str, call: impl FnOnce(&mut World) -> Answer
 }
 
 /// What may be called before `cuInit`.
-const WITHOUT_INIT: [&str; 3] = ["cuInit", "cuDriverGetVersion", "cuGetErrorName"];
+const WITHOUT_INIT: [&str; 4] =
+    ["cuInit", "cuDriverGetVersion", "cuGetErrorName", "cuGetErrorString"];
