@@ -5,7 +5,8 @@ therefore runs in a process of its own: the wrapper that replaces its method sta
 the process reports. So does `call`, for one function whose result is wanted here.
 
 Importing torch takes seconds. Processes that need it are forked from one that has imported it and done
-nothing else; `warm=False` asks for one from scratch, for what torch reads while it is loaded.
+nothing else; `warm=False` asks for one from scratch, for what torch reads while it is loaded, and for how a
+program ends.
 
     CUSHION_PACKAGE   folder that holds the package under test; without it, the installed one
     CUSHION_STANDIN   folder of the stand-ins for CUDA, libcuda.so.1 and libcudart_standin.so
@@ -146,6 +147,7 @@ def _call(target: list[str], arguments: list[Any], changes: Any, warm: bool, tim
             "environment": environment(changes),
             "report": os.path.join(folder, "report"),
             "output": os.path.join(folder, "output"),
+            "hurry": warm,
         }
         status = _in_fork(job, timeout) if warm else _from_scratch(job, timeout)
         output = Path(job["output"]).read_text(errors="replace")[-6000:]
@@ -217,8 +219,13 @@ def _in_fork(job: dict[str, Any], timeout: float) -> int | str:
 
 def _raise_children(descriptor: int) -> dict[str, Any] | None:
     """The nursery's life. Returns a job in each child, and nothing at the end."""
+    import gc
+
     import torch  # noqa: F401
 
+    # Otherwise every child copies what its collector visits.
+    gc.collect()
+    gc.freeze()
     lines = socket.socket(fileno=descriptor).makefile("rw")
     for line in lines:
         job: dict[str, Any] = json.loads(line)
@@ -240,7 +247,7 @@ def _raise_children(descriptor: int) -> dict[str, Any] | None:
 
 
 def _do(job: dict[str, Any]) -> None:
-    """The life of a child, which ends as any Python program does."""
+    """The life of a child."""
     module, name = job["target"]
     try:
         found: Any = importlib.import_module(module)
@@ -250,6 +257,11 @@ def _do(job: dict[str, Any]) -> None:
     except BaseException:
         report = {"error": traceback.format_exc()}
     Path(job["report"]).write_text(json.dumps(report))
+    if job["hurry"]:
+        # Taking torch down takes as long as most tests. That it can be is tested from scratch.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
 
 def run_method(module: str, name: str, method: str) -> dict[str, str]:

@@ -15,6 +15,17 @@ STEPS = 400
 MOST_LIVE = 2 * GIB
 
 
+# What is compared after each step, so that a difference is found where it begins.
+COURSE = (
+    ("allocated_bytes", "current"),
+    ("active_bytes", "current"),
+    ("reserved_bytes", "current"),
+    ("reserved_bytes", "peak"),
+    ("inactive_split_bytes", "current"),
+    ("segment", "current"),
+)
+
+
 def _size(dice: random.Random) -> int:
     """From one byte to hundreds of MiB, each magnitude as likely as the next."""
     return int(2 ** dice.uniform(0, 28.5))
@@ -32,6 +43,8 @@ def program(seed: int, cushion_settings: dict[str, Any] | None, fraction: float 
         torch.cuda.set_per_process_memory_fraction(fraction)
     dice = random.Random(seed)
     standin = Standin()
+    # Cushion makes the allocator of a device at its first use, and an empty_cache() before counts nowhere.
+    torch.empty(1, device="cuda")
     streams = [torch.cuda.default_stream(), torch.cuda.Stream(), torch.cuda.Stream()]
     live: list[Any] = []
     held: list[Any] = []
@@ -71,8 +84,8 @@ def program(seed: int, cushion_settings: dict[str, Any] | None, fraction: float 
             if len(held) > 2:
                 held.pop(0)
         figures = torch._C._cuda_memoryStats(0)
-        reserved = figures["reserved_bytes"]["all"]
-        peaks.append((figures["allocated_bytes"]["all"]["current"], reserved["current"], reserved["peak"]))
+        state = [figures[name]["all"][kind] for name, kind in COURSE]
+        peaks.append(state + [figures.get("num_sync_all_streams")])
     standin.finish_all()
     return {
         "stats": torch.cuda.memory_stats(),
@@ -119,9 +132,10 @@ class Parity(unittest.TestCase):
         apart = next((step for step, (theirs, mine) in enumerate(course) if theirs != mine), None)
         if apart is not None:
             before = native["course"][apart - 1] if apart else None
+            names = [*(".all.".join(name) for name in COURSE), "num_sync_all_streams"]
             self.fail(
-                f"after step {apart} (allocated, reserved, most reserved) is {ours['course'][apart]}, and with "
-                f"PyTorch's own {native['course'][apart]}; both were {before}"
+                f"step {apart} leads from {before} to {ours['course'][apart]}, and with PyTorch's own allocator to "
+                f"{native['course'][apart]}: {', '.join(names)}"
             )
         missing = set(native["stats"]) - set(ours["stats"])
         self.assertEqual(missing, set(), "figures that Cushion does not have")

@@ -182,7 +182,15 @@ class Basics(StandinCase):
         plugin = self.plugin
         plugin.memory_fraction(0.25, 0)
         self.assertEqual(plugin.module.memory_fraction(0), 0.25)
-        self.assertEqual(plugin.module.memory_fraction(5), 1.0)
+        with self.assertRaises(ValueError):
+            plugin.module.memory_fraction(1)
+
+    def test_before_the_first_use_any_device_may_be_there(self) -> None:
+        self.assertEqual(self.plugin.module.memory_fraction(5), 1.0)
+        self.assertEqual(self.plugin.stat("num_ooms", 5), 0)
+        self.plugin.init(2)
+        with self.assertRaises(ValueError):
+            self.plugin.module.memory_fraction(5)
 
     def test_own_figures(self) -> None:
         plugin = self.plugin
