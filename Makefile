@@ -5,9 +5,12 @@ SEED ?= 1
 TARGET ?= open
 SECONDS ?= 3600
 MEMORYVIZ_JS ?=
+PYTHON ?= python3
+ARGS ?=
 CUSHION = $(or $(CARGO_TARGET_DIR),target)/release/cushion
 
-.PHONY: help test test-viz demo picture bench docs verify fuzz clean
+.PHONY: help test test-viz demo picture bench docs verify fuzz clean \
+	test-python gpu-kit test-gpu bench-gpu
 
 help: ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -23,6 +26,18 @@ test: ## format, lints, documentation, every test that needs no GPU (SEED=N for 
 test-viz: ## converted snapshots in PyTorch's own tools (MEMORYVIZ_JS=PATH for its viewer too)
 	@$(CARGO) build --release --locked --quiet --bin cushion
 	@sh scripts/test-viz.sh $(CUSHION) "$(MEMORYVIZ_JS)"
+
+test-python: ## tests of the runner of GPU tests; they need no GPU
+	@$(PYTHON) -m unittest discover -s tests/gpu -p 'test_*.py'
+
+gpu-kit: ## in gpu-kit/: all that a machine with a GPU and no Rust needs beside this repository
+	@CARGO="$(CARGO)" PYTHON="$(PYTHON)" sh scripts/gpu-kit.sh
+
+test-gpu: ## Cushion in PyTorch on a GPU, checked (ARGS="--group NAME ..."; see tests/gpu/README.md)
+	@CARGO="$(CARGO)" PYTHON="$(PYTHON)" sh scripts/gpu.sh test $(ARGS)
+
+bench-gpu: ## the same, measured against PyTorch's own allocator (ARGS="--group NAME ...")
+	@CARGO="$(CARGO)" PYTHON="$(PYTHON)" sh scripts/gpu.sh bench $(ARGS)
 
 demo: ## recorded runs on simulated cards too small for them: which policy dies, which lives, and a report
 	@$(CARGO) build --release --locked --quiet --bin cushion

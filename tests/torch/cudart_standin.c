@@ -8,10 +8,11 @@
  *
  * Where a libcuda.so.1 can be loaded (Cushion's stand-in for the driver) it is asked, as the real runtime
  * would, so that a plug-in that talks to the driver and torch, which talks to the runtime, see one device.
- * Where there is none, or where it lacks a function, the answers come from here: one device of 16 GiB, or
- * what CUDART_STANDIN_DEVICES and CUDART_STANDIN_BYTES say.
+ * That stand-in knows captures, and which stream waits for which, only from its test hooks (standin_*), so
+ * they are told here. Where there is no driver, or where it lacks a function, the answers come from here:
+ * STANDIN_DEVICES devices (1) of STANDIN_CAPACITY bytes (16 GiB).
  *
- * CUDART_STANDIN_LOG=1 writes each call to stderr. tests/torch/standin.sh builds and runs it. */
+ * STANDIN_LOG=1 writes calls to stderr. tests/torch/standin.sh builds and runs it. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <pthread.h>
@@ -24,8 +25,8 @@
 
 typedef unsigned long long u64;
 typedef int status; /* cudaError_t or CUresult: the numbers used here are the same in both */
-enum { OK = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, INVALID_DEVICE = 101, 
-       NOT_SUPPORTED = 801, CAPTURE_INVALID = 901 };
+enum { OK = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, INVALID_DEVICE = 101,
+       NOT_SUPPORTED = 801, CAPTURE_UNSUPPORTED = 900, CAPTURE_INVALIDATED = 901 };
 enum { CAPTURE_NONE = 0, CAPTURE_ACTIVE = 1 };
 
 #ifdef NO_DRIVER
@@ -37,7 +38,6 @@ status cuCtxGetCurrent(void **context) {
     return OK;
 }
 status cuCtxSetCurrent(void *context) {
-    (void)context;
     return OK;
 }
 status cuDeviceGet(int *out, int ordinal) {
@@ -45,29 +45,17 @@ status cuDeviceGet(int *out, int ordinal) {
     return OK;
 }
 status cuDeviceGetAttribute(int *out, int which, int ordinal) {
-    (void)which, (void)ordinal;
     *out = 0;
     return OK;
 }
 status cuDevicePrimaryCtxGetState(int ordinal, unsigned *flags, int *active) {
-    (void)ordinal;
     *flags = 0;
     *active = 1;
     return OK;
 }
 status cuDevicePrimaryCtxRetain(void **context, int ordinal) {
-    (void)ordinal;
     *context = NULL;
     return OK;
-}
-status cuGetErrorString(status code, const char **out) {
-    (void)code;
-    *out = "there is no driver";
-    return OK;
-}
-status cuPointerGetAttribute(void *out, int which, void *address) {
-    (void)out, (void)which, (void)address;
-    return NOT_SUPPORTED;
 }
 #else
 
@@ -77,7 +65,7 @@ static __thread status last_error;
 
 static void trace(const char *format, ...) {
     static int on = -1;
-    if (on < 0) on = getenv("CUDART_STANDIN_LOG") != NULL;
+    if (on < 0) on = getenv("STANDIN_LOG") != NULL;
     if (!on) return;
     va_list list;
     va_start(list, format);
@@ -94,6 +82,8 @@ static status done(status answer) {
 
 /* The driver, where there is one. */
 
+static status no_driver; /* why not, where there is one that does not start */
+
 static void *driver(const char *name) {
     static void *library;
     static int tried; /* once: a library that appears later would have its own devices and memory */
@@ -102,9 +92,9 @@ static void *driver(const char *name) {
         tried = 1;
         library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_GLOBAL);
         status (*init)(unsigned) = library ? (status(*)(unsigned))dlsym(library, "cuInit") : NULL;
-        status answer = init ? init(0) : NOT_SUPPORTED;
-        trace("libcuda.so.1 %s, cuInit %d", library ? "found" : "not found", answer);
-        if (answer != OK) library = NULL;
+        if (init) no_driver = init(0);
+        trace("libcuda.so.1 %s, cuInit %d", init ? "found" : "not found", no_driver);
+        if (!init || no_driver != OK) library = NULL;
     }
     pthread_mutex_unlock(&lock);
     return library ? dlsym(library, name) : NULL;
@@ -122,56 +112,64 @@ static void *driver(const char *name) {
         if (function) return done(function arguments);                           \
     } while (0)
 
+/* TELL(name, (types), (arguments)): the same for a test hook, which answers nothing; 1 if there is one. */
+#define TELL(name, types, arguments)                                             \
+    ({                                                                           \
+        static void(*function) types;                                            \
+        static int looked;                                                       \
+        if (!looked) {                                                           \
+            function = (void(*) types)driver(name);                              \
+            looked = 1;                                                          \
+        }                                                                        \
+        if (function) function arguments;                                        \
+        function != NULL;                                                        \
+    })
+
 static u64 setting(const char *name, u64 otherwise) {
     const char *text = getenv(name);
     return text && *text ? strtoull(text, NULL, 0) : otherwise;
 }
 
-/* The runtime works in the primary context of the thread's device; so does a plug-in called from it. */
+/* The runtime works in the primary context of the thread's device; so does a plug-in called from it. That
+ * is set once a thread and device, not at every call, so that calls of the driver stay few and its counts
+ * tell of the plug-in. */
 static status make_current(int ordinal) {
     static status (*get_device)(int *, int), (*retain)(void **, int), (*set_current)(void *);
     static void *contexts[64];
     static int looked;
+    static __thread int ready = -1;
+    if (ready == ordinal) return OK;
     if (!looked) {
         get_device = (status(*)(int *, int))driver("cuDeviceGet");
         retain = (status(*)(void **, int))driver("cuDevicePrimaryCtxRetain");
         set_current = (status(*)(void *))driver("cuCtxSetCurrent");
         looked = 1;
     }
-    if (!retain || !set_current) return OK;
+    if (!get_device || !retain || !set_current) return OK;
     if (ordinal < 0 || ordinal >= 64) return INVALID_DEVICE;
     pthread_mutex_lock(&lock);
     int handle = ordinal;
-    status answer = OK;
-    if (!contexts[ordinal]) {
-        if (get_device) answer = get_device(&handle, ordinal);
-        if (answer == OK) answer = retain(&contexts[ordinal], handle);
-    }
-    void *context = contexts[ordinal];
+    status answer = contexts[ordinal] ? OK : get_device(&handle, ordinal);
+    if (answer == OK && !contexts[ordinal]) answer = retain(&contexts[ordinal], handle);
+    if (answer == OK) answer = set_current(contexts[ordinal]);
     pthread_mutex_unlock(&lock);
-    return answer == OK ? set_current(context) : answer;
+    if (answer == OK) ready = ordinal;
+    return answer;
 }
 
-static status current(void) {
-    static __thread int ready = -1;
-    if (ready == device) return OK;
-    status answer = make_current(device);
-    if (answer == OK) ready = device;
-    return done(answer);
-}
-
-#define IN_CONTEXT()                    \
-    do {                                \
-        status answer_ = current();     \
-        if (answer_ != OK) return answer_; \
+#define IN_CONTEXT()                                  \
+    do {                                              \
+        status answer_ = make_current(device);        \
+        if (answer_ != OK) return done(answer_);      \
     } while (0)
 
 /* Devices. */
 
 status cudaGetDeviceCount(int *count) {
-    trace("cudaGetDeviceCount");
     ASK("cuDeviceGetCount", (int *), (count));
-    *count = (int)setting("CUDART_STANDIN_DEVICES", 1);
+    *count = 0;
+    if (no_driver != OK) return done(no_driver);
+    *count = (int)setting("STANDIN_DEVICES", 1);
     return OK;
 }
 
@@ -190,7 +188,6 @@ status cudaSetDevice(int ordinal) {
 }
 
 status cudaInitDevice(int ordinal, unsigned device_flags, unsigned flags) {
-    (void)device_flags, (void)flags;
     return done(make_current(ordinal));
 }
 
@@ -223,7 +220,7 @@ static u64 total_bytes(int ordinal) {
     size_t bytes = 0;
     if (!looked) total = (status(*)(size_t *, int))driver("cuDeviceTotalMem_v2"), looked = 1;
     if (total && total(&bytes, ordinal) == OK) return bytes;
-    return setting("CUDART_STANDIN_BYTES", 16ull << 30);
+    return setting("STANDIN_CAPACITY", 16ull << 30);
 }
 
 /* The few attributes torch looks at, as an H100 has them; the numbers are those of CUdevice_attribute. */
@@ -255,7 +252,7 @@ status cudaDeviceGetAttribute(int *value, int which, int ordinal) {
     static int looked;
     if (!looked) ask = (status(*)(int *, int, int))driver("cuDeviceGetAttribute"), looked = 1;
     *value = 0;
-    if (!ask || ask(value, which, ordinal) != OK || *value == 0) *value = attribute(which);
+    if (!ask || ask(value, which, ordinal) != OK) *value = attribute(which);
     return OK;
 }
 
@@ -314,31 +311,31 @@ status cudaDeviceGetPCIBusId(char *out, int length, int ordinal) {
 }
 
 status cudaDeviceCanAccessPeer(int *can, int from, int to) {
+    ASK("cuDeviceCanAccessPeer", (int *, int, int), (can, from, to));
     *can = from != to;
     return OK;
 }
 
-status cudaDeviceEnablePeerAccess(int peer, unsigned flags) {
-    (void)peer, (void)flags;
+static status not_supported(void) { return NOT_SUPPORTED; }
+
+status cuGetErrorString(status code, const char **out) {
+    ASK("cuGetErrorName", (status, const char **), (code, out));
+    *out = "there is no driver";
     return OK;
 }
-
-static status not_supported(void) { return NOT_SUPPORTED; }
 
 /* torch refuses to go on when a driver function it lists as required is missing; one it never calls may as
  * well refuse when called. */
 status cudaGetDriverEntryPointByVersion(const char *name, void **out, unsigned version, u64 flags, int *result) {
     static const char *const suffixes[] = {"_v2", ""};
     char symbol[128];
-    (void)version, (void)flags;
-    IN_CONTEXT(); /* who asks here calls the driver next */
     *out = NULL;
     for (int i = 0; i < 2 && !*out; i++) {
         snprintf(symbol, sizeof symbol, "%s%s", name, suffixes[i]);
         *out = driver(symbol);
     }
-    if (!*out && (!strncmp(name, "cuMem", 5) || !strncmp(name, "cuDeviceGet", 11) ||
-                  !strncmp(name, "cuStream", 8) || !strncmp(name, "cuGetError", 10)))
+    if (!*out && !strcmp(name, "cuGetErrorString")) *out = (void *)cuGetErrorString;
+    if (!*out && (!strncmp(name, "cuMem", 5) || !strncmp(name, "cuDeviceGet", 11) || !strncmp(name, "cuStream", 8)))
         *out = (void *)not_supported;
     if (result) *result = *out ? 0 : 1;
     trace("driver entry point %s: %s", name, *out == (void *)not_supported ? "refuses" : *out ? "found" : "none");
@@ -380,7 +377,7 @@ status cudaMalloc(void **out, size_t bytes) {
     static uintptr_t next = 0x700000000000;
     status answer = OK;
     pthread_mutex_lock(&lock);
-    if (used[device & 63] + bytes > setting("CUDART_STANDIN_BYTES", 16ull << 30)) {
+    if (used[device & 63] + bytes > setting("STANDIN_CAPACITY", 16ull << 30)) {
         answer = OUT_OF_MEMORY;
     } else {
         *out = (void *)next;
@@ -408,13 +405,12 @@ status cudaFree(void *address) {
 status cudaMemGetInfo(size_t *free_bytes, size_t *total) {
     IN_CONTEXT();
     ASK("cuMemGetInfo_v2", (size_t *, size_t *), (free_bytes, total));
-    *total = setting("CUDART_STANDIN_BYTES", 16ull << 30);
+    *total = setting("STANDIN_CAPACITY", 16ull << 30);
     *free_bytes = *total - used[device & 63];
     return OK;
 }
 
 status cudaHostAlloc(void **out, size_t bytes, unsigned flags) {
-    (void)flags;
     *out = NULL;
     if (posix_memalign(out, 4096, bytes ? bytes : 1)) return done(OUT_OF_MEMORY);
     pthread_mutex_lock(&lock);
@@ -436,7 +432,6 @@ status cudaFreeHost(void *address) {
 }
 
 status cudaHostRegister(void *address, size_t bytes, unsigned flags) {
-    (void)flags;
     pthread_mutex_lock(&lock);
     put(&host_ranges, (uintptr_t)address, bytes);
     pthread_mutex_unlock(&lock);
@@ -452,7 +447,6 @@ status cudaHostUnregister(void *address) {
 }
 
 status cudaHostGetDevicePointer(void **out, void *host, unsigned flags) {
-    (void)flags;
     *out = host;
     return OK;
 }
@@ -479,33 +473,14 @@ static status copy(void *to, size_t bytes, int kind) {
 }
 
 status cudaMemcpy(void *to, const void *from, size_t bytes, int kind) {
-    (void)from;
     return copy(to, bytes, kind);
 }
 status cudaMemcpyAsync(void *to, const void *from, size_t bytes, int kind, void *stream) {
-    (void)from, (void)stream;
     return copy(to, bytes, kind);
 }
 status cudaMemcpy2DAsync(void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width, size_t height,
                          int kind, void *stream) {
-    (void)from, (void)from_pitch, (void)stream;
     for (size_t row = 0; row < height; row++) copy((char *)to + row * to_pitch, width, kind);
-    return OK;
-}
-status cudaMemcpyPeerAsync(void *to, int to_device, const void *from, int from_device, size_t bytes, void *stream) {
-    (void)to, (void)to_device, (void)from, (void)from_device, (void)bytes, (void)stream;
-    return OK;
-}
-status cudaMemcpyToSymbol(const void *symbol, const void *from, size_t bytes, size_t offset, int kind) {
-    (void)symbol, (void)from, (void)bytes, (void)offset, (void)kind;
-    return OK;
-}
-status cudaMemset(void *at, int value, size_t bytes) {
-    (void)at, (void)value, (void)bytes;
-    return OK;
-}
-status cudaMemsetAsync(void *at, int value, size_t bytes, void *stream) {
-    (void)at, (void)value, (void)bytes, (void)stream;
     return OK;
 }
 
@@ -542,35 +517,80 @@ status cudaIpcOpenEventHandle(void **out, struct ipc handle) { return ipc_open(o
 
 /* Captures. A stream that waits for an event of a capturing stream joins its capture. */
 
-struct member { void *handle; u64 capture; struct member *next; };
-static struct member *streams, *events;
+struct member { void *handle, *stream; u64 capture; struct member *next; };
+static struct member *streams; /* those captured, where the driver does not keep them */
+static struct member *events;  /* where each was last recorded, and in which capture */
 static u64 captures;
 
-static u64 *member(struct member **list, void *handle, int insert) {
+static struct member *member(struct member **list, void *handle, int insert) {
     for (struct member *m = *list; m; m = m->next)
-        if (m->handle == handle) return &m->capture;
+        if (m->handle == handle) return m;
     if (!insert) return NULL;
     struct member *m = malloc(sizeof *m);
-    *m = (struct member){handle, 0, *list};
-    *list = m;
-    return &m->capture;
+    *m = (struct member){handle, NULL, 0, *list};
+    return *list = m;
+}
+
+static void forget(struct member **list, void *handle) {
+    for (; *list; list = &(*list)->next)
+        if ((*list)->handle == handle) {
+            struct member *found = *list;
+            *list = found->next;
+            free(found);
+            return;
+        }
+}
+
+status cudaStreamGetCaptureInfo_v2(void *stream, int *state, u64 *id, void **graph, const void **dependencies,
+                                   size_t *count) {
+    IN_CONTEXT();
+    if (id) *id = 0;
+    if (graph) *graph = NULL;
+    if (dependencies) *dependencies = NULL;
+    if (count) *count = 0;
+    ASK("cuStreamGetCaptureInfo_v2", (void *, int *, u64 *, void **, const void **, size_t *),
+        (stream, state, id, graph, dependencies, count));
+    pthread_mutex_lock(&lock);
+    struct member *found = member(&streams, stream, 0);
+    u64 capture = found ? found->capture : 0;
+    pthread_mutex_unlock(&lock);
+    *state = capture ? CAPTURE_ACTIVE : CAPTURE_NONE;
+    if (id) *id = capture;
+    return OK;
+}
+
+/* CUDA 13 gave the plain name more arguments; CUDA 12 has it with three, and torch asks there for _v2. */
+status cudaStreamGetCaptureInfo(void *stream, int *state, u64 *id, void **graph, const void **dependencies,
+                                const void **edges, size_t *count) {
+    static int version;
+    if (!version) {
+        status (*runtime)(int *) = (status(*)(int *))dlsym(RTLD_NEXT, "cudaRuntimeGetVersion");
+        if (!runtime || runtime(&version) != OK) version = 13000;
+    }
+    if (version < 13000) return cudaStreamGetCaptureInfo_v2(stream, state, id, NULL, NULL, NULL);
+    if (edges) *edges = NULL;
+    return cudaStreamGetCaptureInfo_v2(stream, state, id, graph, dependencies, count);
+}
+
+status cudaStreamIsCapturing(void *stream, int *state) {
+    return cudaStreamGetCaptureInfo_v2(stream, state, NULL, NULL, NULL, NULL);
 }
 
 static u64 capture_of(void *stream) {
-    pthread_mutex_lock(&lock);
-    u64 *found = member(&streams, stream, 0);
-    u64 id = found ? *found : 0;
-    pthread_mutex_unlock(&lock);
-    return id;
+    int state = CAPTURE_NONE;
+    u64 id = 0;
+    if (cudaStreamGetCaptureInfo_v2(stream, &state, &id, NULL, NULL, NULL) != OK) return 0;
+    return state == CAPTURE_ACTIVE ? id : 0;
 }
 
 status cudaStreamBeginCapture(void *stream, int mode) {
     trace("cudaStreamBeginCapture %p", stream);
     IN_CONTEXT();
+    if (!stream) return done(CAPTURE_UNSUPPORTED);
     ASK("cuStreamBeginCapture_v2", (void *, int), (stream, mode));
-    if (!stream) return done(900);
+    if (TELL("standin_begin_capture", (int, u64), (device, (uintptr_t)stream))) return OK;
     pthread_mutex_lock(&lock);
-    *member(&streams, stream, 1) = ++captures;
+    member(&streams, stream, 1)->capture = ++captures;
     pthread_mutex_unlock(&lock);
     return OK;
 }
@@ -581,52 +601,37 @@ status cudaStreamEndCapture(void *stream, void **graph) {
     ASK("cuStreamEndCapture", (void *, void **), (stream, graph));
     u64 id = capture_of(stream);
     *graph = NULL;
-    if (!id) return done(CAPTURE_INVALID);
-    pthread_mutex_lock(&lock);
-    for (struct member *m = streams; m; m = m->next)
-        if (m->capture == id) m->capture = 0;
-    for (struct member *m = events; m; m = m->next)
-        if (m->capture == id) m->capture = 0;
-    pthread_mutex_unlock(&lock);
+    if (!id) return done(CAPTURE_INVALIDATED);
+    if (!TELL("standin_end_capture", (int, u64), (device, (uintptr_t)stream))) {
+        pthread_mutex_lock(&lock);
+        for (struct member *m = streams; m; m = m->next)
+            if (m->capture == id) m->capture = 0;
+        pthread_mutex_unlock(&lock);
+    }
     *graph = (void *)(uintptr_t)(0x6000000000 + id);
     return OK;
 }
 
-status cudaStreamIsCapturing(void *stream, int *state) {
+status cudaStreamWaitEvent(void *stream, void *event, unsigned flags) {
     IN_CONTEXT();
-    ASK("cuStreamIsCapturing", (void *, int *), (stream, state));
-    *state = capture_of(stream) ? CAPTURE_ACTIVE : CAPTURE_NONE;
+    ASK("cuStreamWaitEvent", (void *, void *, unsigned), (stream, event, flags));
+    pthread_mutex_lock(&lock);
+    struct member *found = member(&events, event, 0);
+    struct member from = found ? *found : (struct member){0};
+    pthread_mutex_unlock(&lock);
+    /* An event of a capture that is over orders nothing in a later one. */
+    if (!from.capture || from.capture != capture_of(from.stream)) return OK;
+    if (TELL("standin_wait_for", (int, u64, u64), (device, (uintptr_t)stream, (uintptr_t)from.stream))) return OK;
+    pthread_mutex_lock(&lock);
+    member(&streams, stream, 1)->capture = from.capture;
+    pthread_mutex_unlock(&lock);
     return OK;
 }
 
-static status capture_info(void *stream, int *state, u64 *id) {
-    IN_CONTEXT();
-    ASK("cuStreamGetCaptureInfo_v2", (void *, int *, u64 *, void **, const void **, size_t *),
-        (stream, state, id, NULL, NULL, NULL));
-    u64 found = capture_of(stream);
-    *state = found ? CAPTURE_ACTIVE : CAPTURE_NONE;
-    if (id) *id = found;
+status cudaGraphNodeGetDependencies(void *node, void **out, void *edges, size_t *count) {
+    ASK("cuGraphNodeGetDependencies", (void *, void **, size_t *), (node, out, count));
+    *count = 0;
     return OK;
-}
-
-status cudaStreamGetCaptureInfo_v2(void *stream, int *state, u64 *id, void **graph, const void **dependencies,
-                                   size_t *count) {
-    status answer = capture_info(stream, state, id);
-    if (graph) *graph = (void *)(uintptr_t)0x6000000000;
-    if (dependencies) *dependencies = NULL;
-    if (count) *count = 0;
-    return answer;
-}
-
-/* CUDA 13 gave the plain name more arguments; CUDA 12 has it with three, and torch asks there for _v2. */
-status cudaStreamGetCaptureInfo(void *stream, int *state, u64 *id, void **graph, const void **dependencies,
-                                const void **edges, size_t *count) {
-    static int version;
-    status (*runtime)(int *) = (status(*)(int *))dlsym(RTLD_NEXT, "cudaRuntimeGetVersion");
-    if (!version && (!runtime || runtime(&version) != OK)) version = 13000;
-    if (version < 13000) return capture_info(stream, state, id);
-    if (edges) *edges = NULL;
-    return cudaStreamGetCaptureInfo_v2(stream, state, id, graph, dependencies, count);
 }
 
 status cudaThreadExchangeStreamCaptureMode(int *mode) {
@@ -645,51 +650,23 @@ static void *invent(void) {
 
 /* A graph has one node, so that torch does not warn of an empty one. */
 status cudaGraphGetNodes(void *graph, void **nodes, size_t *count) {
-    (void)graph;
     if (nodes && *count) nodes[0] = (void *)0x6100000000;
     *count = 1;
     return OK;
 }
 status cudaGraphInstantiate(void **out, void *graph, u64 flags) {
-    (void)graph, (void)flags;
     *out = invent();
     return OK;
 }
 status cudaGraphInstantiateWithFlags(void **out, void *graph, u64 flags) { return cudaGraphInstantiate(out, graph, flags); }
-status cudaGraphLaunch(void *graph, void *stream) {
-    trace("cudaGraphLaunch %p on %p", graph, stream);
-    return OK;
-}
-status cudaGraphDestroy(void *graph) {
-    (void)graph;
-    return OK;
-}
-status cudaGraphExecDestroy(void *graph) {
-    (void)graph;
-    return OK;
-}
-status cudaGraphRetainUserObject(void *graph, void *object, unsigned count, unsigned flags) {
-    (void)graph, (void)object, (void)count, (void)flags;
-    return OK;
-}
 status cudaUserObjectCreate(void **out, void *pointer, void (*destroy)(void *), unsigned count, unsigned flags) {
-    (void)pointer, (void)destroy, (void)count, (void)flags;
     *out = invent();
-    return OK;
-}
-status cudaUserObjectRelease(void *object, unsigned count) {
-    (void)object, (void)count;
     return OK;
 }
 
 /* Memory that graphs hold outside of any allocator: none. */
 status cudaDeviceGetGraphMemAttribute(int ordinal, int which, void *value) {
-    (void)ordinal, (void)which;
     *(u64 *)value = 0;
-    return OK;
-}
-status cudaDeviceSetGraphMemAttribute(int ordinal, int which, void *value) {
-    (void)ordinal, (void)which, (void)value;
     return OK;
 }
 
@@ -704,6 +681,7 @@ status cudaDeviceGetStreamPriorityRange(int *least, int *greatest) {
 status cudaStreamCreateWithPriority(void **out, unsigned flags, int priority) {
     IN_CONTEXT();
     ASK("cuStreamCreateWithPriority", (void **, unsigned, int), (out, flags, priority));
+    ASK("cuStreamCreate", (void **, unsigned), (out, flags));
     *out = invent();
     trace("cudaStreamCreate: %p", *out);
     return OK;
@@ -712,6 +690,7 @@ status cudaStreamCreateWithFlags(void **out, unsigned flags) { return cudaStream
 status cudaStreamCreate(void **out) { return cudaStreamCreateWithPriority(out, 0, 0); }
 
 status cudaStreamDestroy(void *stream) {
+    IN_CONTEXT();
     ASK("cuStreamDestroy_v2", (void *), (stream));
     return OK;
 }
@@ -732,16 +711,6 @@ status cudaStreamSynchronize(void *stream) {
     return OK;
 }
 
-status cudaStreamWaitEvent(void *stream, void *event, unsigned flags) {
-    IN_CONTEXT();
-    ASK("cuStreamWaitEvent", (void *, void *, unsigned), (stream, event, flags));
-    pthread_mutex_lock(&lock);
-    u64 *from = member(&events, event, 0);
-    if (from && *from) *member(&streams, stream, 1) = *from;
-    pthread_mutex_unlock(&lock);
-    return OK;
-}
-
 status cudaLaunchHostFunc(void *stream, void (*function)(void *), void *argument) {
     int state = CAPTURE_NONE;
     cudaStreamIsCapturing(stream, &state);
@@ -749,7 +718,6 @@ status cudaLaunchHostFunc(void *stream, void (*function)(void *), void *argument
     return OK;
 }
 status cudaStreamAddCallback(void *stream, void (*function)(void *, status, void *), void *argument, unsigned flags) {
-    (void)flags;
     function(stream, OK, argument);
     return OK;
 }
@@ -765,31 +733,26 @@ status cudaEventCreateWithFlags(void **out, unsigned flags) {
 status cudaEventCreate(void **out) { return cudaEventCreateWithFlags(out, 0); }
 
 status cudaEventDestroy(void *event) {
-    ASK("cuEventDestroy_v2", (void *), (event));
     pthread_mutex_lock(&lock);
-    for (struct member **m = &events; *m; m = &(*m)->next)
-        if ((*m)->handle == event) {
-            struct member *found = *m;
-            *m = found->next;
-            free(found);
-            break;
-        }
+    forget(&events, event);
     pthread_mutex_unlock(&lock);
+    ASK("cuEventDestroy_v2", (void *), (event));
     return OK;
 }
 
 status cudaEventRecord(void *event, void *stream) {
     trace("cudaEventRecord %p on %p", event, stream);
     IN_CONTEXT();
-    ASK("cuEventRecord", (void *, void *), (event, stream));
-    u64 id = capture_of(stream);
+    u64 capture = capture_of(stream);
     pthread_mutex_lock(&lock);
-    *member(&events, event, 1) = id;
+    struct member *kept = member(&events, event, 1);
+    kept->stream = stream;
+    kept->capture = capture;
     pthread_mutex_unlock(&lock);
+    ASK("cuEventRecord", (void *, void *), (event, stream));
     return OK;
 }
 status cudaEventRecordWithFlags(void *event, void *stream, unsigned flags) {
-    (void)flags;
     return cudaEventRecord(event, stream);
 }
 
@@ -811,22 +774,6 @@ status cudaEventElapsedTime(float *milliseconds, void *from, void *to) {
 
 /* Kernels, which never run. */
 
-struct dim3 { unsigned x, y, z; };
-
-status cudaLaunchKernel(const void *kernel, struct dim3 grid, struct dim3 block, void **arguments, size_t shared,
-                        void *stream) {
-    (void)grid, (void)block, (void)arguments, (void)shared;
-    trace("kernel %p on %p", kernel, stream);
-    return OK;
-}
-status __cudaLaunchKernel(const void *kernel, struct dim3 grid, struct dim3 block, void **arguments, size_t shared,
-                          void *stream) {
-    return cudaLaunchKernel(kernel, grid, block, arguments, shared, stream);
-}
-status cudaLaunchKernelExC(const void *config, const void *kernel, void **arguments) {
-    (void)config, (void)kernel, (void)arguments;
-    return OK;
-}
 status __cudaGetKernel(void **out, const void *function) {
     *out = (void *)function;
     return OK;
@@ -836,28 +783,41 @@ status cudaGetSymbolAddress(void **out, const void *symbol) {
     return OK;
 }
 status cudaFuncGetAttributes(int *out, const void *kernel) {
-    (void)kernel;
     memset(out, 0, 144);
     out[6] = 1024; /* maxThreadsPerBlock, after three sizes */
     out[7] = 32;
     out[8] = out[9] = 90;
     return OK;
 }
-status cudaFuncSetAttribute(const void *kernel, int which, int value) {
-    (void)kernel, (void)which, (void)value;
-    return OK;
-}
 status cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *out, const void *kernel, int block, size_t shared,
                                                               unsigned flags) {
-    (void)kernel, (void)block, (void)shared, (void)flags;
     *out = 2;
     return OK;
 }
 status cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *out, const void *kernel, int block, size_t shared) {
     return cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(out, kernel, block, shared, 0);
 }
-status cudaProfilerStart(void) { return OK; }
-status cudaProfilerStop(void) { return OK; }
+
+/* What succeeds without doing anything. */
+#define ACCEPTED(name) \
+    status name(void) { return OK; }
+ACCEPTED(cudaDeviceEnablePeerAccess)
+ACCEPTED(cudaMemcpyPeerAsync)
+ACCEPTED(cudaMemcpyToSymbol)
+ACCEPTED(cudaMemset)
+ACCEPTED(cudaMemsetAsync)
+ACCEPTED(cudaGraphDestroy)
+ACCEPTED(cudaGraphExecDestroy)
+ACCEPTED(cudaGraphLaunch)
+ACCEPTED(cudaGraphRetainUserObject)
+ACCEPTED(cudaUserObjectRelease)
+ACCEPTED(cudaLaunchKernel)
+ACCEPTED(__cudaLaunchKernel)
+ACCEPTED(cudaLaunchKernelExC)
+ACCEPTED(cudaFuncSetAttribute)
+ACCEPTED(cudaProfilerStart)
+ACCEPTED(cudaProfilerStop)
+ACCEPTED(cudaDeviceSetGraphMemAttribute)
 
 /* What torch's libcaffe2_nvrtc.so links against and no allocator calls: there, so that it loads. */
 #define REFUSED(name) \
@@ -876,5 +836,6 @@ REFUSED(cuModuleLoadData)
 REFUSED(cuModuleLoadDataEx)
 REFUSED(cuModuleUnload)
 REFUSED(cuOccupancyMaxActiveBlocksPerMultiprocessor)
+REFUSED(cuPointerGetAttribute)
 REFUSED(cuTensorMapEncodeTiled)
 #endif

@@ -5,7 +5,7 @@
 #   tests/torch/standin.sh FOLDER COMMAND [ARG]... builds and runs COMMAND in it
 #
 # The driver is the file STANDIN_DRIVER (libcushion_standin.so); with none, the runtime's stand-in answers
-# by itself: CUDART_STANDIN_DEVICES devices (1) of CUDART_STANDIN_BYTES bytes (16 GiB).
+# by itself: STANDIN_DEVICES devices (1) of STANDIN_CAPACITY bytes (16 GiB).
 set -eu
 
 [ $# -ge 1 ] || { sed -n '2,8s/^# \{0,1\}//p' "$0" >&2; exit 2; }
@@ -13,7 +13,7 @@ source=$(dirname "$0")/cudart_standin.c
 mkdir -p "$1"
 folder=$(cd "$1" && pwd)
 shift
-flags="-std=gnu11 -O1 -g -Wall -Wextra -Werror -shared -fPIC"
+flags="-std=gnu11 -O1 -g -Wall -Wextra -Wno-unused-parameter -Werror -shared -fPIC"
 
 # Under other names first: a program may be running over what is there.
 ${CC:-cc} $flags -o "$folder/.runtime.$$" "$source" -ldl -lpthread

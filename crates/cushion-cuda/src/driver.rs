@@ -294,7 +294,13 @@ impl Driver for CudaDriver {
     }
 
     fn stream_synchronize(&self, stream: StreamId) -> DriverResult<()> {
-        self.inside(Call::StreamSynchronize, |api| api.stream_synchronize(stream))
+        // The engine asks before it gives back memory that a stream used, and by then the program may
+        // have destroyed the stream: CUDA does not check such a handle, it crashes. Waiting for all work
+        // of the device needs none. Only a capture under way forbids that.
+        self.inside(Call::StreamSynchronize, |api| match api.synchronize() {
+            Err(Code::CAPTURE_UNSUPPORTED) => api.stream_synchronize(stream),
+            done => done,
+        })
     }
 
     fn capture(&self, stream: StreamId) -> DriverResult<Option<Capture>> {

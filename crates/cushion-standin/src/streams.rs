@@ -9,9 +9,7 @@ use cushion_core::driver::{EventId, NodeId};
 
 use crate::out::Out;
 use crate::world::{World, tagged, told};
-use crate::{
-    CAPTURE_IMPLICIT, CAPTURE_UNSUPPORTED, INVALID_HANDLE, INVALID_VALUE, NOT_READY, driver_calls,
-};
+use crate::{CAPTURE_IMPLICIT, INVALID_HANDLE, INVALID_VALUE, NOT_READY, driver_calls};
 
 type Stream = *mut ();
 type Event = *mut ();
@@ -19,9 +17,6 @@ type Node = *mut ();
 
 /// Streams made here start at this number, far from those that tests make up.
 const FIRST_STREAM: u64 = 0x57_0000;
-
-/// A graph is nothing but a number, above this.
-const FIRST_GRAPH: u64 = 0x6f_0000_0000;
 
 thread_local! {
     /// The nodes that the last answer about a capture pointed to: they stay until the next.
@@ -91,47 +86,6 @@ driver_calls! {
         Ok(())
     }
 
-    fn cuStreamIsCapturing(stream: Stream, status: Out<c_int>) |world| {
-        let (device, stream) = world.stream(stream)?;
-        status.give(c_int::from(told(world.devices[device].sim.capture(stream))?.is_some()))
-    }
-
-    fn cuStreamBeginCapture_v2(stream: Stream, _mode: c_uint) |world| {
-        let (device, stream) = world.stream(stream)?;
-        let device = &mut world.devices[device];
-        // The default stream cannot be captured, nor can one stream twice.
-        if stream.0 == 0 || told(device.sim.capture(stream))?.is_some() {
-            return Err(CAPTURE_UNSUPPORTED);
-        }
-        device.sim.begin_capture(stream);
-        device.capturing.insert(stream.0);
-        Ok(())
-    }
-
-    fn cuStreamEndCapture(stream: Stream, graph: Out<*mut ()>) |world| {
-        let (device, stream) = world.stream(stream)?;
-        let device = &mut world.devices[device];
-        let Some(capture) = told(device.sim.capture(stream))? else {
-            return Err(INVALID_VALUE);
-        };
-        device.sim.end_capture(stream);
-        device.capturing.remove(&stream.0);
-        graph.give(pointer(FIRST_GRAPH + capture.id))
-    }
-
-    fn cuStreamWaitEvent(stream: Stream, event: Event, _flags: c_uint) |world| {
-        let (device, stream) = world.stream(stream)?;
-        let sim = &world.devices[device].sim;
-        let Some(&(other, id)) = world.captured_events.get(&(event.addr() as u64)) else {
-            return Ok(());
-        };
-        // What was recorded in a capture that is over orders nothing.
-        if told(sim.capture(other))?.is_some_and(|capture| capture.id == id) {
-            sim.wait_for(stream, other);
-        }
-        Ok(())
-    }
-
     fn cuGraphNodeGetDependencies(node: Node, nodes: Out<Node>, length: Out<usize>) |world| {
         let (device, node) = world.untag(node.addr() as u64)?;
         let follows = told(world.devices[device].sim.dependencies(NodeId(node)))?;
@@ -154,26 +108,17 @@ driver_calls! {
     }
 
     fn cuEventDestroy_v2(event: Event) |world| {
-        world.captured_events.remove(&(event.addr() as u64));
         let (device, event) = self::event(world, event)?;
         told(world.devices[device].sim.event_destroy(event))
     }
 
     fn cuEventRecord(event: Event, stream: Stream) |world| {
-        let handle = event.addr() as u64;
         let (device, event) = self::event(world, event)?;
         let (owner, stream) = world.stream(stream)?;
         if owner != device {
             return Err(INVALID_HANDLE);
         }
-        let sim = &world.devices[device].sim;
-        let capture = told(sim.capture(stream))?.map(|capture| capture.id);
-        told(sim.event_record(event, stream))?;
-        match capture {
-            Some(id) => world.captured_events.insert(handle, (stream, id)),
-            None => world.captured_events.remove(&handle),
-        };
-        Ok(())
+        told(world.devices[device].sim.event_record(event, stream))
     }
 
     fn cuEventQuery(event: Event) |world| {

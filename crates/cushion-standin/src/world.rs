@@ -59,8 +59,6 @@ pub(crate) struct World {
     /// Streams made here, and their devices.
     pub(crate) streams: BTreeMap<u64, usize>,
     pub(crate) destroyed: BTreeSet<u64>,
-    /// Events recorded in a capture: the stream, and which capture.
-    pub(crate) captured_events: BTreeMap<u64, (StreamId, u64)>,
     /// Streams that are told to answer something else about their capture.
     pub(crate) odd_captures: BTreeMap<u64, c_int>,
     /// Which pages are refused: their handle types, whether for RDMA, and with what code.
@@ -117,7 +115,6 @@ impl World {
             owners: BTreeMap::new(),
             streams: BTreeMap::new(),
             destroyed: BTreeSet::new(),
-            captured_events: BTreeMap::new(),
             odd_captures: BTreeMap::new(),
             refused_pages: (0, false, 0),
             page_kinds: BTreeMap::new(),

@@ -1,0 +1,31 @@
+#!/bin/sh
+# Makes sure of a virtual environment with the Python tools named, each in the version below, and prints
+# the folder of their commands:
+#     bin=$(sh scripts/python.sh maturin)
+# PYTHON is the interpreter it is made with.
+set -eu
+cd "$(dirname "$0")/.."
+venv=${CARGO_TARGET_DIR:-target}/venv
+
+pinned() {
+    case $1 in
+    maturin) echo maturin==1.16.0 ;;
+    *)
+        echo "python.sh: no version of $1 is pinned" >&2
+        return 2
+        ;;
+    esac
+}
+
+if ! "$venv/bin/python" -c '' 2>/dev/null; then
+    rm -rf "$venv"
+    "${PYTHON:-python3}" -m venv "$venv" >&2
+fi
+for tool in "$@"; do
+    wanted=$(pinned "$tool")
+    if [ ! -e "$venv/$wanted" ]; then
+        "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$wanted" >&2
+        : >"$venv/$wanted"
+    fi
+done
+cd "$venv/bin" && pwd

@@ -1,0 +1,120 @@
+"""What there is to run: groups of jobs, each job one program in a process of its own.
+
+A group takes well under eight minutes on an NVIDIA H200.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+POLICIES = ("segments", "expandable")
+
+WORKLOADS = (
+    "gpt2_train",
+    "llama_varlen",
+    "vision_multires",
+    "generate",
+    "stream_offload",
+    "graphs_serving",
+)
+# On these nothing depends on when a stream is done: peak reserved has to be PyTorch's, to the byte.
+SINGLE_STREAM = ("gpt2_train", "llama_varlen", "vision_multires", "generate")
+STEPS = 12
+
+# What is measured against what: a name, and the arguments that measuring programs take for it.
+MODES = {
+    "native": ("native",),
+    "expandable": ("expandable",),
+    "cushion segments": ("cushion", "--policy", "segments"),
+    "cushion expandable": ("cushion", "--policy", "expandable"),
+}
+SPEED_MODES = {**MODES, "pluggable": ("pluggable",)}
+
+# Groups that can be named together.
+TOGETHER = {"workloads": WORKLOADS}
+
+
+@dataclass(frozen=True)
+class Job:
+    """A program with its arguments: a Python file of this folder, or a path from the repository's root."""
+
+    key: str
+    command: tuple[str, ...]
+    timeout: int
+
+
+@dataclass(frozen=True)
+class Group:
+    name: str
+    about: str
+    jobs: tuple[Job, ...]
+
+
+def for_policies(programs: list[str], timeout: int) -> tuple[Job, ...]:
+    return tuple(
+        Job(f"{program} {policy}", (f"{program}.py", "--policy", policy), timeout)
+        for program in programs
+        for policy in POLICIES
+    )
+
+
+def alternating(
+    name: str,
+    modes: dict[str, tuple[str, ...]],
+    rounds: int,
+    program: tuple[str, ...],
+    more: tuple[str, ...] = (),
+) -> tuple[Job, ...]:
+    """Every mode in each round, every second round backwards, so that drift does not favour one."""
+    jobs = []
+    for number in range(1, rounds + 1):
+        order = list(modes) if number % 2 else list(reversed(modes))
+        for mode in order:
+            jobs.append(Job(f"{name} {mode} {number}", (*program, *modes[mode], *more), 240))
+    return tuple(jobs)
+
+
+def tests() -> list[Group]:
+    contract = Job("contract", ("gpu-kit/gpu_contract",), 300)
+    return [
+        Group("contract", "the driver layer alone, from Rust", (contract,)),
+        Group(
+            "api",
+            "every call of torch.cuda.memory, the life of a process, and what is refused",
+            for_policies(["memory_api", "life", "refusals"], 240),
+        ),
+        Group("oom", "a thousand times out of memory", for_policies(["oom_cycles"], 400)),
+        Group("graphs", "CUDA graphs beside eager work", for_policies(["graphs"], 240)),
+        Group("race", "memory freed while another stream reads it", for_policies(["race"], 120)),
+        Group("snapshot", "recorded, and replayed address by address", for_policies(["snapshot"], 240)),
+    ]
+
+
+def benches(rounds: int) -> list[Group]:
+    groups = [
+        Group(
+            name,
+            f"{STEPS} steps under PyTorch's allocators and Cushion's, in turn",
+            alternating(name, MODES, rounds, ("workloads.py", name), ("--steps", str(STEPS))),
+        )
+        for name in WORKLOADS
+    ]
+    speed = alternating("speed", SPEED_MODES, rounds, ("cca_speed.py",))
+    return [*groups, Group("speed", "what a malloc and a free cost the CPU", speed)]
+
+
+def of_kind(kind: str, rounds: int) -> list[Group]:
+    return tests() if kind == "test" else benches(rounds)
+
+
+def chosen(groups: list[Group], names: list[str]) -> list[Group]:
+    """The groups named, in their own order; all if none is. Raises ValueError for a name unknown."""
+    known = {group.name for group in groups}
+    wanted: set[str] = set()
+    for name in names:
+        together = set(TOGETHER.get(name, (name,)))
+        if not together <= known:
+            there_are = ", ".join(group.name for group in groups)
+            raise ValueError(f"there is no group {name}; there are {there_are}")
+        wanted |= together
+    return [group for group in groups if not wanted or group.name in wanted]

@@ -1,0 +1,157 @@
+"""What the programs of this folder share: the arguments, installing Cushion, and one JSON line.
+
+A program calls `require_gpu()` before it imports torch, and hands its body to `main`, with what it takes
+from the command line. Talk goes to stderr; stdout gets one JSON line at the end, with `"ok"`, or with
+`"skipped"` and the reason where torch or a GPU is missing. The exit code is 1 if a check failed.
+
+`--policy native` leaves PyTorch's own allocator in place. What a program asks of Cushion holds there
+too, unless it says otherwise, so that checks the program itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib.util
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+KIB = 1 << 10
+MIB = 1 << 20
+GIB = 1 << 30
+
+POLICIES = ("segments", "expandable", "native")
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def short(text: object, most: int = 300) -> str:
+    """One line of at most so many characters."""
+    line = " ".join(str(text).split())
+    return line if len(line) <= most else line[: most - 1] + "…"
+
+
+def why_not() -> str | None:
+    """Why nothing can be run here, or None. CUDA stays uninitialised, for an allocator to be installed."""
+    if importlib.util.find_spec("torch") is None:
+        return "torch is not installed"
+    import torch
+
+    return None if torch.cuda.is_available() else "there is no CUDA GPU"
+
+
+def require_gpu() -> None:
+    """Ends the program, and says why, where it cannot be run."""
+    reason = why_not()
+    if reason is not None:
+        print(json.dumps({"skipped": reason}), flush=True)
+        sys.exit(0)
+
+
+class Checks:
+    """What was checked, and what was found wrong. A failed check is noted, and the program goes on."""
+
+    def __init__(self) -> None:
+        self.passed = 0
+        self.failures: list[str] = []
+
+    def that(self, condition: bool, wrong: str) -> bool:
+        """Notes `wrong` unless the condition holds."""
+        if condition:
+            self.passed += 1
+        else:
+            self.failures.append(wrong)
+            say(f"WRONG: {wrong}")
+        return bool(condition)
+
+    def equal(self, got: Any, wanted: Any, what: str) -> bool:
+        return self.that(got == wanted, f"{what} is {got!r}, not {wanted!r}")
+
+    def at_most(self, got: float, most: float, what: str) -> bool:
+        return self.that(got <= most, f"{what} is {got}, more than {most}")
+
+    def part(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Runs one part of a program. An exception is a failure of that part alone."""
+        say(function.__name__)
+        try:
+            return function(*arguments)
+        except Exception as error:
+            traceback.print_exc()
+            self.failures.append(f"{function.__name__}: {type(error).__name__}: {short(error)}")
+            return None
+
+
+def install(policy: str) -> None:
+    """Puts Cushion in the place of PyTorch's allocator, or leaves that one."""
+    if policy != "native":
+        import cushion
+
+        cushion.install(policy=policy)
+
+
+def settle() -> None:
+    """Waits for all work and gives back all that is cached: what is left is in use."""
+    import torch
+
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+
+
+def consistent(checks: Checks, policy: str) -> None:
+    """Has the engine recount its own structures."""
+    if policy == "native":
+        return
+    import cushion._cushion
+
+    try:
+        cushion._cushion.check_invariants(0)
+    except Exception as error:
+        checks.that(False, f"the engine is not consistent: {short(error)}")
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """The arguments every program takes."""
+    new = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    new.add_argument("--policy", choices=POLICIES, default="segments")
+    return new
+
+
+def main(
+    body: Callable[[Checks, argparse.Namespace], dict[str, Any]], arguments: argparse.ArgumentParser
+) -> None:
+    """Runs a program's body, and ends the process in the usual way: what crashes at exit is to be seen."""
+    given = arguments.parse_args()
+    checks = Checks()
+    figures: dict[str, Any] = {}
+    began = time.monotonic()
+    try:
+        install(given.policy)
+        figures = body(checks, given)
+        settle()
+        consistent(checks, given.policy)
+    except Exception as error:
+        traceback.print_exc()
+        checks.failures.append(f"{type(error).__name__}: {short(error)}")
+    ok = not checks.failures
+    line = {
+        "program": os.path.basename(sys.argv[0]),
+        "policy": given.policy,
+        "ok": ok,
+        "checks": checks.passed,
+        "seconds": round(time.monotonic() - began, 1),
+        **figures,
+    }
+    if not ok:
+        line["failures"] = checks.failures
+    print(json.dumps(line), flush=True)
+    sys.exit(0 if ok else 1)

@@ -1,0 +1,351 @@
+"""What came of the jobs: each one's outcome, a group's verdict, the tables, and the page."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from dataclasses import dataclass, field
+from typing import Any
+
+from groups import MODES, SINGLE_STREAM, SPEED_MODES, WORKLOADS, Group, Job
+
+# The last losses of PyTorch's own runs differ a little from run to run. Cushion's may be further from
+# their median than they are from each other by this factor, or by this share of it: one run more of
+# PyTorch's own would be outside their spread half the time.
+LOSS_SPREADS = 3
+LOSS_SHARE = 0.001
+
+
+@dataclass
+class Outcome:
+    """What came of one job."""
+
+    status: str  # passed, failed or skipped
+    why: str = ""
+    seconds: float = 0.0
+    result: dict[str, Any] = field(default_factory=dict)
+    made_from: str = ""  # of what was run: another program or package makes it worthless
+    tries: int = 1  # what failed is tried again, and that is to be seen
+
+    def __post_init__(self) -> None:
+        assert self.status in ("passed", "failed", "skipped"), self.status
+
+
+@dataclass
+class Verdict:
+    """What came of one group."""
+
+    status: str  # passed, failed, skipped, or unfinished
+    why: list[str]
+    seconds: float
+
+
+def last_json(stdout: str) -> dict[str, Any] | None:
+    for line in reversed(stdout.splitlines()):
+        if line.startswith("{"):
+            try:
+                found = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(found, dict):
+                return found
+    return None
+
+
+def last_words(stderr: str, lines: int = 3) -> str:
+    said = [line.strip() for line in stderr.splitlines() if line.strip()]
+    return " / ".join(said[-lines:])[:500]
+
+
+def of_program(returncode: int, stdout: str, stderr: str, seconds: float) -> Outcome:
+    """The outcome of a Python program, from its one line of JSON and its exit code."""
+    line = last_json(stdout)
+    if line is None:
+        return Outcome("failed", f"exit code {returncode}, no result: {last_words(stderr)}", seconds)
+    if "skipped" in line:
+        return Outcome("skipped", str(line["skipped"]), seconds)
+    why = "; ".join(line.get("failures", []))
+    if line.get("oom"):
+        why = f"out of memory: {line['oom']}"
+    if line.get("ok", True) and not why and returncode == 0:
+        return Outcome("passed", "", seconds, line)
+    why = why or f"exit code {returncode} after its result: {last_words(stderr)}"
+    return Outcome("failed", why, seconds, line)
+
+
+def of_contract(returncode: int, stdout: str, stderr: str, seconds: float) -> Outcome:
+    """The outcome of the checks of the CUDA layer, which say a line for each."""
+    skipped = re.search(r"^gpu_contract: SKIPPED: (.*)$", stdout, re.MULTILINE)
+    if skipped is not None:
+        return Outcome("skipped", skipped[1], seconds)
+    passed = re.findall(r"^gpu_contract: ok: (.*)$", stdout, re.MULTILINE)
+    failed = re.findall(r"^gpu_contract: FAILED: (.*)$", stdout, re.MULTILINE)
+    result = {"passed": len(passed), "failed": len(failed)}
+    if returncode == 0 and not failed and passed and "gpu_contract: PASSED" in stdout:
+        return Outcome("passed", "", seconds, result)
+    why = f"failed: {', '.join(failed)}" if failed else f"exit code {returncode} after {len(passed)} checks"
+    return Outcome("failed", f"{why}: {last_words(stderr)}", seconds, result)
+
+
+# Verdicts
+
+
+def verdict(group: Group, outcomes: dict[str, Outcome]) -> Verdict:
+    mine = [outcomes[job.key] for job in group.jobs if job.key in outcomes]
+    seconds = sum(outcome.seconds for outcome in mine)
+    failures = [
+        f"{job.key}: {outcomes[job.key].why}"
+        for job in group.jobs
+        if job.key in outcomes and outcomes[job.key].status == "failed"
+    ]
+    if failures:
+        return Verdict("failed", failures, seconds)
+    if len(mine) < len(group.jobs):
+        return Verdict("unfinished", [f"{len(group.jobs) - len(mine)} of {len(group.jobs)} not run"], seconds)
+    if all(outcome.status == "skipped" for outcome in mine):
+        return Verdict("skipped", sorted({outcome.why for outcome in mine}), seconds)
+    if group.name in WORKLOADS:
+        wrong = wrong_figures(group.name, by_mode(group, outcomes, MODES))
+        if wrong:
+            return Verdict("failed", wrong, seconds)
+    notes = [note for job in group.jobs for note in noteworthy(job, outcomes[job.key])]
+    return Verdict("passed", notes, seconds)
+
+
+def noteworthy(job: Job, found: Outcome) -> list[str]:
+    """What there is to say of a job in a group that passed."""
+    if found.status == "skipped":
+        return [f"{job.key} skipped: {found.why}"]
+    return [f"{job.key} passed at try {found.tries}"] if found.tries > 1 else []
+
+
+def by_mode(group: Group, outcomes: dict[str, Outcome], modes: dict) -> dict[str, list[dict]]:
+    """The results of each mode, round after round."""
+    return {
+        mode: [
+            outcomes[job.key].result
+            for job in group.jobs
+            if mode_of(group, job) == mode and job.key in outcomes and outcomes[job.key].result
+        ]
+        for mode in modes
+    }
+
+
+def mode_of(group: Group, job: Job) -> str:
+    """The middle of a key of `alternating`: its group's name, the mode, the round."""
+    return job.key.removeprefix(group.name + " ").rsplit(" ", 1)[0]
+
+
+def wrong_figures(workload: str, results: dict[str, list[dict]]) -> list[str]:
+    """What Cushion's figures on a workload have wrong, against PyTorch's."""
+    wrong = []
+    native = losses(results["native"])
+    if native:
+        middle = statistics.median(native)
+        allowed = max(LOSS_SPREADS * (max(native) - min(native)), LOSS_SHARE * abs(middle))
+        for mode in MODES:
+            for loss in losses(results[mode]):
+                if not abs(loss - middle) <= allowed:
+                    wrong.append(
+                        f"{workload}, {mode}: the last loss is {loss}, "
+                        f"and PyTorch's {middle} give or take {allowed:.6f}"
+                    )
+    if workload in SINGLE_STREAM:
+        ours, theirs = (peaks(results[mode]) for mode in ("cushion segments", "native"))
+        if ours != theirs:
+            wrong.append(f"{workload}: peak reserved is {ours} under segments, and {theirs} under native")
+    return wrong
+
+
+def losses(results: list[dict]) -> list[float]:
+    return [result["loss"] for result in results if "loss" in result]
+
+
+def peaks(results: list[dict]) -> list[int]:
+    """Peak reserved, each value once."""
+    return sorted({result["peak_reserved"] for result in results})
+
+
+def median_of(results: list[dict], key: str) -> float | None:
+    values = [result[key] for result in results if result.get(key) is not None]
+    return statistics.median(values) if values else None
+
+
+# Tables
+
+
+def ratio(ours: float | None, theirs: float | None) -> str:
+    return "" if ours is None or not theirs else f"{ours / theirs:.3f}"
+
+
+def number(value: float | None, digits: int = 0) -> str:
+    return "" if value is None else f"{value:,.{digits}f}"
+
+
+def tests_table(groups: list[Group], outcomes: dict[str, Outcome]) -> list[list[str]]:
+    rows = [["check", "result", "seconds", "figures"]]
+    for group in groups:
+        for job in group.jobs:
+            outcome = outcomes.get(job.key)
+            if outcome is None:
+                rows.append([job.key, "not run", "", ""])
+            else:
+                said = outcome.why if outcome.status == "skipped" else figures(outcome.result)
+                rows.append([job.key, outcome.status, number(outcome.seconds), said])
+    return rows
+
+
+def figures(result: dict[str, Any]) -> str:
+    """The figures worth a line, of one program's result."""
+    if "cycles" in result:
+        growth = ", ".join(
+            f"{name} {result[key] / (1 << 20):.1f}"
+            for name, key in (
+                ("allocated", "allocated_growth"),
+                ("reserved", "reserved_growth"),
+                ("card", "card_lost"),
+                ("process", "rss_growth"),
+            )
+        )
+        return f"{result['cycles']:,} cycles, {result['refusals']:,} refusals; growth in MiB: {growth}"
+    if "replays" in result:
+        return (
+            f"{result['replays']:,} replays of {result['graphs']} graphs, {result['wrong']} wrong, "
+            f"{result['exact']:,} to the bit"
+        )
+    if "repeats" in result:
+        ways = ("unprotected", "record_stream", "wait_stream", "both")
+        return f"wrong of {result['repeats']}: " + ", ".join(f"{way} {result[way]['wrong']}" for way in ways)
+    if "beginning" in result:
+        return ", ".join(
+            f"{result[part].get('same_address')} of {result[part].get('allocs')} from the {part}"
+            for part in ("beginning", "middle")
+        )
+    if "passed" in result:
+        return f"{result['passed']} checks"
+    return f"{result['checks']} checks" if "checks" in result else ""
+
+
+def workloads_table(groups: list[Group], outcomes: dict[str, Outcome]) -> list[list[str]]:
+    rows = [["workload", "mode", "runs", "items/s", "/native", "/expandable", "peak reserved", "last loss"]]
+    for group in groups:
+        if group.name not in WORKLOADS:
+            continue
+        results = by_mode(group, outcomes, MODES)
+        speed = {mode: median_of(results[mode], "items_per_s") for mode in MODES}
+        for mode in MODES:
+            if not results[mode]:
+                continue
+            base = "" if mode == "native" else ratio(speed[mode], speed["native"])
+            beside = ratio(speed[mode], speed["expandable"]) if mode == "cushion expandable" else ""
+            peak = " ".join(f"{value:,}" for value in peaks(results[mode]))
+            twin = {"cushion segments": "native", "cushion expandable": "expandable"}.get(mode)
+            if twin and peaks(results[mode]) == peaks(results[twin]):
+                peak += " ="
+            seen = losses(results[mode])
+            span = " … ".join(str(loss) for loss in sorted({min(seen), max(seen)})) if seen else ""
+            runs = str(len(results[mode]))
+            rows.append([group.name, mode, runs, number(speed[mode], 1), base, beside, peak, span])
+    return rows
+
+
+def speed_table(groups: list[Group], outcomes: dict[str, Outcome]) -> list[list[str]]:
+    """Nanoseconds, the median over rounds, and Cushion's as a multiple of PyTorch's."""
+    ours = {"cushion segments": "native", "cushion expandable": "expandable"}
+    header = ["ns per pair", *SPEED_MODES, *(f"{mode} / {twin}" for mode, twin in ours.items())]
+    rows = [header]
+    for group in groups:
+        if group.name != "speed":
+            continue
+        results = by_mode(group, outcomes, SPEED_MODES)
+        every = [result["ns"] for mode in results for result in results[mode]]
+        lines = list(dict.fromkeys(line for nanoseconds in every for line in nanoseconds))
+        for line in lines:
+            medians = {
+                mode: median_of([result["ns"] for result in results[mode]], line) for mode in SPEED_MODES
+            }
+            shares = [ratio(medians[mode], medians[twin]) for mode, twin in ours.items()]
+            rows.append([line, *(number(medians[mode]) for mode in SPEED_MODES), *shares])
+    return rows
+
+
+def verdicts_table(groups: list[Group], outcomes: dict[str, Outcome]) -> list[list[str]]:
+    rows = [["group", "result", "seconds", "why"]]
+    for group in groups:
+        found = verdict(group, outcomes)
+        rows.append([group.name, found.status, number(found.seconds), "; ".join(found.why)])
+    return rows
+
+
+def as_text(rows: list[list[str]], widest: int = 100) -> str:
+    """Columns side by side, for a terminal."""
+    cut = [[cell if len(cell) <= widest else cell[: widest - 1] + "…" for cell in row] for row in rows]
+    widths = [max(len(row[column]) for row in cut) for column in range(len(cut[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in cut
+    )
+
+
+def as_markdown(rows: list[list[str]]) -> str:
+    def line(cells: list[str]) -> str:
+        return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
+
+    return "\n".join([line(rows[0]), "|" + "---|" * len(rows[0]), *(line(row) for row in rows[1:])])
+
+
+def tables(kind: str, groups: list[Group], outcomes: dict[str, Outcome]) -> list[list[list[str]]]:
+    """The tables of a kind of run, without those that have no row."""
+    if kind == "test":
+        made = [tests_table(groups, outcomes)]
+    else:
+        made = [workloads_table(groups, outcomes), speed_table(groups, outcomes)]
+    return [rows for rows in made if len(rows) > 1]
+
+
+# The page
+
+TITLES = {"test": "Correctness on a GPU", "bench": "Speed and memory on a GPU"}
+
+NOTES = {
+    "test": "Each row is one program of `tests/gpu`, whose first lines say what it does, in its own process.",
+    "bench": (
+        "Modes take turns, every second round backwards; figures are medians over the rounds. *native* and\n"
+        "*expandable* are PyTorch's allocator without and with `expandable_segments:True`; Cushion's\n"
+        "`expandable` is compared with both. Peak reserved is in bytes, and `=` says that it is that of\n"
+        "PyTorch's allocator of the same kind, to the byte. *pluggable* is an allocator that does nothing."
+    ),
+}
+
+
+def page(
+    kind: str,
+    date: str,
+    about: dict[str, str],
+    commands: list[str],
+    groups: list[Group],
+    outcomes: dict[str, Outcome],
+) -> str:
+    verdicts = {group.name: verdict(group, outcomes) for group in groups}
+    facts = (
+        f"One {about['gpu']}, driver {about['driver']}, torch {about['torch']}, CUDA {about['cuda']}, "
+        f"Python {about['python']}, Cushion {about['cushion']}."
+    )
+    made_by = "```\n" + "\n".join(commands) + "\n```"
+    parts = [f"# {TITLES[kind]}, {date}", facts, "Made by", made_by, NOTES[kind]]
+    parts += [as_markdown(rows) for rows in tables(kind, groups, outcomes)]
+    for status, heading in (
+        ("failed", "Failed"),
+        ("skipped", "Skipped"),
+        ("unfinished", "Not run, or not to the end"),
+    ):
+        found = [name for name in verdicts if verdicts[name].status == status]
+        if found:
+            lines = [f"- {name}: {why}" for name in found for why in verdicts[name].why]
+            parts.append(f"## {heading}\n\n" + "\n".join(lines))
+    notes = [why for found in verdicts.values() if found.status == "passed" for why in found.why]
+    if notes:
+        parts.append("## Of groups that passed\n\n" + "\n".join(f"- {note}" for note in notes))
+    if all(found.status == "passed" for found in verdicts.values()):
+        parts.append("Every group passed.")
+    return "\n\n".join(parts) + "\n"
