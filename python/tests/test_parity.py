@@ -70,12 +70,16 @@ def program(seed: int, cushion_settings: dict[str, Any] | None, fraction: float 
         elif choice < 0.95:
             standin.finish(dice.choice(streams[1:]).cuda_stream)
         elif choice < 0.97:
+            # Before pages are unmapped Cushion waits for the device, and PyTorch for one stream: with work left
+            # on the others, their blocks come back at different times.
+            standin.finish_all()
             torch.cuda.empty_cache()
         elif choice < 0.98:
             torch.cuda.reset_peak_memory_stats()
         elif choice < 0.985:
             torch.cuda.reset_accumulated_memory_stats()
         else:
+            standin.finish_all()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 inside = [torch.empty(_size(dice), dtype=torch.uint8, device="cuda") for _ in range(3)]
