@@ -27,6 +27,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import traceback
 import unittest
 from collections.abc import Callable
@@ -194,7 +195,7 @@ class _Nursery:
         if not pid:
             raise ChildFailed(f"the process that forks ended with {self.process.wait()}")
         child = int(pid)
-        timer = __import__("threading").Timer(timeout, os.kill, (child, signal.SIGKILL))
+        timer = threading.Timer(timeout, os.kill, (child, signal.SIGKILL))
         timer.start()
         status = os.waitstatus_to_exitcode(int(self.lines.readline()))
         timed_out = not timer.is_alive() and status == -signal.SIGKILL
@@ -296,7 +297,7 @@ class ProcessCase(unittest.TestCase):
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         for name, method in list(vars(cls).items()):
-            if name.startswith("test"):
+            if name.startswith("test") and callable(method):
                 setattr(cls, name, _elsewhere(name, method))
 
 
