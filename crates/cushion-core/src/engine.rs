@@ -452,12 +452,13 @@ impl<D: Driver> Engine<D> {
         self.locked(|mut engine| engine.snapshot())
     }
 
-    /// A snapshot and the events kept up to it, as of one moment.
+    /// A snapshot and the events kept before it, as of one moment. That it was taken is in the next one's
+    /// events, as with PyTorch.
     #[must_use]
     pub fn snapshot_and_history(&self) -> (Snapshot, Vec<Entry>) {
         self.locked(|mut engine| {
-            let snapshot = engine.snapshot();
-            (snapshot, engine.state.history.read().0)
+            let history = engine.state.history.read().0;
+            (engine.snapshot(), history)
         })
     }
 

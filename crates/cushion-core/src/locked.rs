@@ -248,13 +248,13 @@ impl<D: Driver> Locked<'_, D> {
                 .free_when_done(id)
                 .map_err(|source| AddressError::Driver { address, source });
         }
-        self.complete_free(id);
+        self.complete_free(id, context);
         Ok(())
     }
 
     /// The block is free for reuse on its stream: merges it with its neighbours.
-    pub(crate) fn complete_free(&mut self, id: BlockId) {
-        self.record_block(Action::FreeCompleted, id, Context::NONE);
+    pub(crate) fn complete_free(&mut self, id: BlockId, context: Context) {
+        self.record_block(Action::FreeCompleted, id, context);
         let block = &self.state.blocks[id];
         debug_assert!(block.state == BlockState::Pending && block.events == 0);
         let (size, requested, stream) = (block.size, block.requested, block.stream);

@@ -13,6 +13,7 @@ use rustc_hash::{FxHashMap, FxHashSet};
 use crate::block::{BlockId, Uses};
 use crate::driver::{Driver, DriverResult, EventId, NodeId, StreamId};
 use crate::error::AddressError;
+use crate::history::Context;
 use crate::locked::Locked;
 use crate::pool::PoolId;
 
@@ -206,7 +207,7 @@ impl<D: Driver> Locked<'_, D> {
             self.record_events(id)?;
             self.state.pending.deferred.pop();
             if self.state.blocks[id].events == 0 {
-                self.complete_free(id);
+                self.complete_free(id, Context::NONE);
             }
         }
         Ok(())
@@ -231,7 +232,7 @@ impl<D: Driver> Locked<'_, D> {
         let block = &mut self.state.blocks[id];
         block.events -= 1;
         if block.events == 0 && block.uses.is_none() {
-            self.complete_free(id);
+            self.complete_free(id, Context::NONE);
         }
     }
 
@@ -289,7 +290,7 @@ impl<D: Driver> Locked<'_, D> {
         self.state.pending.ordered.insert((capture.id, stream), ordered);
         for id in free {
             self.state.blocks[id].uses = None;
-            self.complete_free(id);
+            self.complete_free(id, Context::NONE);
         }
         Ok(())
     }

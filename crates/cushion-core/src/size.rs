@@ -78,11 +78,11 @@ pub fn segment_size(block_size: u64, options: &Options) -> Option<u64> {
 pub fn display(bytes: u64) -> String {
     #[expect(clippy::cast_precision_loss, reason = "two decimals are shown")]
     let of = |unit: u64| bytes as f64 / unit as f64;
-    if bytes < KIB {
+    if bytes <= KIB {
         format!("{bytes} bytes")
-    } else if bytes < MIB {
+    } else if bytes <= MIB {
         format!("{:.2} KiB", of(KIB))
-    } else if bytes < GIB {
+    } else if bytes <= GIB {
         format!("{:.2} MiB", of(MIB))
     } else {
         format!("{:.2} GiB", of(GIB))

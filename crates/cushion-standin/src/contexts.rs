@@ -84,6 +84,13 @@ driver_calls! {
         }
     }
 
+    fn cuGetErrorString(code: c_int, text: Out<*const c_char>) |_world| {
+        match name_of(code) {
+            Some(name) => text.give(name.as_ptr()),
+            None => text.give(std::ptr::null()).and(Err(INVALID_VALUE)),
+        }
+    }
+
     fn cuDeviceGetCount(devices: Out<c_int>) |world| { devices.give(count(world.devices.len())) }
 
     fn cuDeviceGet(device: Out<c_int>, index: c_int) |world| {

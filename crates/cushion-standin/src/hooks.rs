@@ -5,6 +5,7 @@ use std::ffi::{c_char, c_int, c_uint};
 
 use cushion_core::StreamId;
 
+use crate::gate;
 use crate::out::In;
 use crate::world::{Device, world};
 
@@ -47,6 +48,22 @@ extern "C" fn standin_fail(nth: u64, code: c_int) {
 #[unsafe(no_mangle)]
 extern "C" fn standin_shut_down() {
     world().shut_down = true;
+}
+
+/// From now on calls of this function wait, until another is named, or none with null.
+///
+/// # Safety
+///
+/// `name` is null or a text that ends in a zero byte.
+#[unsafe(no_mangle)]
+unsafe extern "C" fn standin_block(name: In<c_char>) {
+    gate::close(name.text());
+}
+
+/// Returns once a call waits because of `standin_block`.
+#[unsafe(no_mangle)]
+extern "C" fn standin_await_blocked() {
+    gate::await_waiting();
 }
 
 // ---- contexts and memory ----

@@ -10,6 +10,7 @@
 //! | `STANDIN_CAPACITY` | memory of each, in bytes | 1 GiB |
 //! | `STANDIN_PEERS` | `all`, or pairs as in `1>0,0>1`: device 1 can reach memory of 0, and the reverse | none |
 //! | `STANDIN_WITHOUT` | what the devices do not support, as in `fabric,file,rdma,pages` | nothing |
+//! | `STANDIN_LENIENT` | with 1, calls on pages need no relaxed mode during a capture, as with CUDA | 0 |
 //!
 //! It refuses what CUDA refuses, and more: a call without a current context, or with that of another
 //! device than it is for, and a call that is not made in relaxed mode while anything is captured.
@@ -18,6 +19,7 @@
 //! `standin_*`.
 
 mod contexts;
+mod gate;
 mod hooks;
 mod memory;
 mod out;

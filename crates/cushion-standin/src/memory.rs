@@ -70,7 +70,7 @@ driver_calls! {
         _wish: u64,
         flags: c_ulonglong,
     ) |world| {
-        let device = world.current_outside_capture()?;
+        let device = world.current_for_pages()?;
         if out.is_null() || flags != 0 || !(alignment == 0 || alignment.is_power_of_two()) {
             return Err(INVALID_VALUE);
         }

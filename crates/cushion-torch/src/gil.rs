@@ -10,6 +10,7 @@ use std::ffi::c_int;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use pyo3::Python;
 use pyo3::ffi::{self, PyThreadState};
 
 use crate::symbols::Loaded;
@@ -37,6 +38,26 @@ pub(crate) fn is_held() -> bool {
         // SAFETY: it has no precondition, and the interpreter is not shutting down.
         Some(check) if is_running() => unsafe { check() != 0 },
         _ => false,
+    }
+}
+
+/// Runs `f` with the lock, whoever gave it up before.
+///
+/// PyO3 alone would not do: it counts its own uses of the lock on this thread, and takes one that is open
+/// for the lock itself. Below an observer, which PyO3 calls, PyTorch gives the lock up on its own.
+pub(crate) fn attach<T>(f: impl FnOnce(Python<'_>) -> T) -> T {
+    // SAFETY: the interpreter runs, which every caller asks first; `Ensured` undoes it.
+    let _ensured = Ensured(unsafe { ffi::PyGILState_Ensure() });
+    Python::attach(f)
+}
+
+/// A use of the lock, until this is dropped.
+struct Ensured(ffi::PyGILState_STATE);
+
+impl Drop for Ensured {
+    fn drop(&mut self) {
+        // SAFETY: the state is of this thread's latest use that is still open.
+        unsafe { ffi::PyGILState_Release(self.0) };
     }
 }
 

@@ -295,9 +295,12 @@ mod _cushion {
     }
 
     fn engine(device: i64) -> PyResult<Option<&'static CudaEngine>> {
-        if usize::try_from(device).is_ok_and(|device| device < cushion::MAX_DEVICES) {
+        // Before PyTorch has counted its devices, any could be there.
+        let known = Some(plugin::device_count()).filter(|&count| count > 0);
+        let count = known.unwrap_or(cushion::MAX_DEVICES);
+        if usize::try_from(device).is_ok_and(|device| device < count) {
             return Ok(devices().get(device));
         }
-        Err(PyValueError::new_err(format!("no device {device}")))
+        Err(PyValueError::new_err(format!("no device {device}: there are {count}")))
     }
 }

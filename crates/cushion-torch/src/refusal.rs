@@ -55,7 +55,7 @@ fn tell(device: i64, bytes: u64, limit: u64, free: u64) {
     if !gil::is_running() {
         return;
     }
-    Python::attach(|py| {
+    gil::attach(|py| {
         let observers: Vec<_> = {
             let observers = OBSERVERS.lock().unwrap_or_else(PoisonError::into_inner);
             observers.iter().map(|observer| observer.clone_ref(py)).collect()

@@ -51,7 +51,7 @@ pub(crate) fn gather() -> Option<StackId> {
     if !gil::is_running() {
         return None;
     }
-    Python::attach(|py| {
+    gil::attach(|py| {
         FRAMES.with_borrow_mut(|frames| {
             frames.clear();
             walk(py, frames);

@@ -1,8 +1,8 @@
 """Found first on the path by programs that `cushion run` starts: installs Cushion once torch is imported, and
 hands over to the `sitecustomize` that it hides."""
 
+import importlib
 import importlib.abc
-import importlib.util
 import os
 import sys
 
@@ -13,17 +13,20 @@ class _AfterTorch(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
         if name != "torch":
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        others = (finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec"))
+        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
         if spec is None or spec.loader is None:
             return spec
         run = spec.loader.exec_module
 
         def exec_module(module):
             run(module)
-            import cushion
+            # Only now: programs look for torch before they import it, and may try again after a failure.
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
+                import cushion
 
-            cushion.install()
+                cushion.install()
 
         spec.loader.exec_module = exec_module
         return spec

@@ -1,0 +1,200 @@
+"""`cushion run`: which program is started, with what, and that its torch gets Cushion once."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import textwrap
+import unittest
+from pathlib import Path
+
+import support
+
+# Installing is not what is tested here: `cushion.install` is replaced by a line of output.
+FAKE_TORCH = "import cushion\ncushion.install = lambda *_: print('install')\nprint('torch')\n"
+
+
+class Run(unittest.TestCase):
+    def setUp(self) -> None:
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = Path(folder.name)
+
+    def write(self, name: str, text: str, mode: int = 0o644) -> Path:
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(textwrap.dedent(text))
+        path.chmod(mode)
+        return path
+
+    def cushion_run(self, *arguments: str, **changes: str | None) -> subprocess.CompletedProcess[str]:
+        return support.python("-m", "cushion", "run", *arguments, changes={"LD_PRELOAD": None, **changes}, cwd=self.folder)
+
+    def assert_prints(self, lines: list[str], *arguments: str, **changes: str | None) -> None:
+        done = self.cushion_run(*arguments, **changes)
+        self.assertEqual((done.stdout.splitlines(), done.returncode), (lines, 0), done.stderr)
+
+    # ---- which program ----
+
+    def test_arguments_reach_a_file_unread(self) -> None:
+        program = self.write("program.py", "import sys; print(sys.argv, __name__)")
+        given = ["a b", "--policy", "best", "-m", "--help", "--", ""]
+        self.assert_prints([f"{[str(program), *given]} __main__"], str(program), *given)
+
+    def test_a_module(self) -> None:
+        self.write("some/mod.py", "import sys; print(sys.argv[1:], __spec__.name)")
+        self.assert_prints(["['-m', 'x'] some.mod"], "-m", "some.mod", "-m", "x")
+
+    def test_a_command_on_the_path(self) -> None:
+        self.write("bin/tool", f"#!/bin/sh\nexec {sys.executable} -c 'import sys; print(sys.argv[1:])' \"$@\"\n", 0o755)
+        self.assert_prints(["['1', '2 3']"], "tool", "1", "2 3", PATH=f"{self.folder}/bin:{os.environ['PATH']}")
+
+    def test_a_file_that_is_executable_runs_by_itself(self) -> None:
+        tool = self.write("tool", "#!/bin/sh\necho \"shell $1\"\n", 0o755)
+        self.assert_prints(["shell x"], str(tool), "x")
+
+    def test_a_python_file_that_is_executable_runs_under_this_python(self) -> None:
+        program = self.write("program.py", "import sys; print(sys.executable)", 0o755)
+        self.assert_prints([sys.executable], str(program))
+
+    def test_exit_codes_and_signals_pass_through(self) -> None:
+        program = self.write("program.py", "import sys; sys.exit(int(sys.argv[1]))")
+        for code in (0, 1, 7, 255):
+            self.assertEqual(self.cushion_run(str(program), str(code)).returncode, code)
+        dies = self.write("dies.py", "import os, signal; os.kill(os.getpid(), signal.SIGTERM)")
+        self.assertEqual(self.cushion_run(str(dies)).returncode, -15)
+
+    def test_what_is_missing_is_said(self) -> None:
+        done = self.cushion_run("no_such_program", "x")
+        self.assertEqual(done.returncode, 2)
+        self.assertIn("no_such_program", done.stderr)
+        self.assertNotIn("Traceback", done.stderr)
+        done = self.cushion_run()
+        self.assertEqual(done.returncode, 2)
+        self.assertIn("which program?", done.stderr)
+
+    def test_help(self) -> None:
+        done = self.cushion_run("--help")
+        self.assertEqual((done.returncode, done.stderr), (0, ""))
+        for word in ("--policy", "--conf", "--log", "-m", "PROGRAM", "torchrun"):
+            self.assertIn(word, done.stdout)
+
+    def test_a_bad_policy(self) -> None:
+        done = self.cushion_run("--policy", "best", "x.py")
+        self.assertEqual(done.returncode, 2)
+        self.assertIn("best", done.stderr)
+
+    # ---- settings ----
+
+    def test_flags_become_variables(self) -> None:
+        program = self.write("p.py", "import os; print(*(os.environ.get('CUSHION_' + n) for n in ('POLICY', 'CONF', 'LOG')))")
+        self.assert_prints(["None None None"], str(program))
+        self.assert_prints(
+            ["expandable max_split_size_mb:64 1"],
+            "--policy", "expandable", "--conf", "max_split_size_mb:64", "--log", str(program),
+        )  # fmt: skip
+        self.assert_prints(["segments None 0"], str(program), CUSHION_POLICY="segments", CUSHION_LOG="0")
+        self.assert_prints(["expandable None None"], "--policy=expandable", str(program), CUSHION_POLICY="segments")
+
+    # ---- what happens in the program ----
+
+    def test_torch_gets_cushion_once_after_it_is_whole(self) -> None:
+        self.write("lib/torch/__init__.py", FAKE_TORCH)
+        self.write("lib/torch/nn.py", "")
+        program = self.write("p.py", "print('start')\nimport torch\nimport torch.nn\nimport torch\nprint(torch.nn.__name__)")
+        path = f"{self.folder}/lib:{support.environment()['PYTHONPATH']}"
+        self.assert_prints(["start", "torch", "install", "torch.nn"], str(program), PYTHONPATH=path)
+
+    def test_a_submodule_first(self) -> None:
+        self.write("lib/torch/__init__.py", FAKE_TORCH)
+        self.write("lib/torch/nn.py", "print('nn')")
+        program = self.write("p.py", "import torch.nn")
+        path = f"{self.folder}/lib:{support.environment()['PYTHONPATH']}"
+        self.assert_prints(["torch", "install", "nn"], str(program), PYTHONPATH=path)
+
+    def test_a_program_without_torch_does_not_load_cushion(self) -> None:
+        program = self.write("p.py", "import sys; print('cushion' in sys.modules, 'torch' in sys.modules)")
+        self.assert_prints(["False False"], str(program))
+
+    def test_a_program_that_misses_torch_sees_python_s_own_error(self) -> None:
+        code = """
+            import importlib.util, sys
+            sys.path[:] = [entry for entry in sys.path if "site-packages" not in entry]
+            print(importlib.util.find_spec("torch"))
+            try:
+                import torch
+            except ModuleNotFoundError as error:
+                print(error)
+            """
+        self.assert_prints(["None", "No module named 'torch'"], str(self.write("p.py", code)))
+
+    def test_looking_for_torch_is_not_importing_it(self) -> None:
+        self.write("lib/torch/__init__.py", FAKE_TORCH)
+        code = "import importlib.util\nprint(importlib.util.find_spec('torch') is not None)\nimport torch\n"
+        path = f"{self.folder}/lib:{support.environment()['PYTHONPATH']}"
+        self.assert_prints(["True", "torch", "install"], str(self.write("p.py", code)), PYTHONPATH=path)
+
+    def test_an_error_in_torch_s_import_is_the_program_s_to_see(self) -> None:
+        self.write("lib/torch/__init__.py", "raise OSError('a library is missing')")
+        code = "try:\n    import torch\nexcept OSError as error:\n    print(error)\n"
+        path = f"{self.folder}/lib:{support.environment()['PYTHONPATH']}"
+        self.assert_prints(["a library is missing"], str(self.write("p.py", code)), PYTHONPATH=path)
+
+    def test_after_a_failed_import_the_next_gets_it(self) -> None:
+        self.write("lib/torch/__init__.py", "import os\nif os.environ.pop('FAIL', None):\n    raise OSError\n" + FAKE_TORCH)
+        code = "try:\n    import torch\nexcept OSError:\n    print('failed')\nimport torch\n"
+        path = f"{self.folder}/lib:{support.environment()['PYTHONPATH']}"
+        program = str(self.write("p.py", code))
+        self.assert_prints(["failed", "torch", "install"], program, PYTHONPATH=path, FAIL="1")
+
+    def test_processes_it_starts(self) -> None:
+        self.write("lib/torch/__init__.py", FAKE_TORCH)
+        code = """
+            import subprocess, sys
+            print("parent", flush=True)
+            subprocess.run([sys.executable, "-c", "import torch"], check=True)
+            """
+        path = f"{self.folder}/lib:{support.environment()['PYTHONPATH']}"
+        self.assert_prints(["parent", "torch", "install"], str(self.write("p.py", code)), PYTHONPATH=path)
+
+    def test_spawned_workers(self) -> None:
+        self.write("lib/torch/__init__.py", FAKE_TORCH)
+        code = """
+            import multiprocessing
+            def work():
+                import torch
+            if __name__ == "__main__":
+                worker = multiprocessing.get_context("spawn").Process(target=work)
+                worker.start()
+                worker.join()
+                print(worker.exitcode)
+            """
+        path = f"{self.folder}/lib:{support.environment()['PYTHONPATH']}"
+        self.assert_prints(["torch", "install", "0"], str(self.write("p.py", code)), PYTHONPATH=path)
+
+    def test_a_sitecustomize_that_is_hidden_runs_too(self) -> None:
+        self.write("lib/sitecustomize.py", "print('theirs', __name__)\nFLAG = 1\n")
+        program = self.write("p.py", "import sitecustomize; print(hasattr(sitecustomize, '_AfterTorch'))")
+        path = f"{self.folder}/lib:{support.environment()['PYTHONPATH']}"
+        done = self.cushion_run(str(program), PYTHONPATH=path)
+        # Once in the process that starts the program, and once in the program.
+        self.assertEqual(done.stdout.splitlines()[-2:], ["theirs sitecustomize", "True"], done.stderr)
+        self.assertEqual(done.stdout.count("theirs"), 1 + 1, done.stdout)
+
+    def test_a_broken_sitecustomize_shows(self) -> None:
+        self.write("lib/sitecustomize.py", "import no_such_module_of_theirs")
+        path = f"{self.folder}/lib:{support.environment()['PYTHONPATH']}"
+        done = self.cushion_run(str(self.write("p.py", "print('on')")), PYTHONPATH=path)
+        self.assertIn("no_such_module_of_theirs", done.stderr)
+        self.assertEqual(done.stdout, "on\n")
+
+    def test_the_program_s_own_path_is_kept(self) -> None:
+        self.write("lib/thing.py", "print('thing')")
+        path = f"{self.folder}/lib:{support.environment()['PYTHONPATH']}"
+        self.assert_prints(["thing"], str(self.write("p.py", "import thing")), PYTHONPATH=path)
+
+
+if __name__ == "__main__":
+    unittest.main()

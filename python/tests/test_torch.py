@@ -1,0 +1,362 @@
+"""Cushion inside PyTorch: how it gets in, what PyTorch reads from the environment, the profiler, Python's lock,
+forks, and the end of a program."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import textwrap
+import threading
+import unittest
+from typing import Any
+
+import support
+from support import GIB, MIB, Standin, TorchCase, process
+
+
+class Installing(TorchCase):
+    def test_twice(self) -> None:
+        import cushion
+        from cushion import _cushion
+
+        torch = self.install()
+        kept = torch.empty(MIB, dtype=torch.uint8, device="cuda")
+        cushion.install(conf="max_split_size_mb:64")
+        self.assertIn("max_split_size_mb:64", _cushion.conf())
+        self.assertEqual(torch.cuda.memory_allocated(), MIB)
+        self.assertEqual(torch.cuda.memory_stats()["max_split_size"], 64 * MIB)
+        del kept
+
+    def test_too_late(self) -> None:
+        import torch
+
+        import cushion
+
+        kept = torch.empty(MIB, dtype=torch.uint8, device="cuda")
+        with self.assertRaises(cushion.InstallError) as raised:
+            cushion.install()
+        self.assertIn("CUDA is in use already", str(raised.exception))
+        self.assertFalse(cushion.is_installed())
+        # PyTorch's own goes on.
+        self.assertEqual(torch.cuda.memory_allocated(), MIB)
+        self.assertEqual(torch.cuda.get_allocator_backend(), "native")
+        del kept
+
+    def test_after_a_question_that_does_not_start_cuda(self) -> None:
+        import torch
+
+        self.assertTrue(torch.cuda.is_available())
+        self.assertEqual(torch.cuda.device_count(), 1)
+        self.install()
+        torch.empty(MIB, device="cuda")
+        self.assertGreater(Standin().held(), 0)
+
+    def test_conf_argument(self) -> None:
+        torch = self.install(conf="per_process_memory_fraction:0.5,roundup_power2_divisions:4")
+        with self.assertRaises(torch.cuda.OutOfMemoryError):
+            torch.empty(600 * MIB, dtype=torch.uint8, device="cuda")
+        torch.empty(500 * MIB, dtype=torch.uint8, device="cuda")
+
+    @process(CUSHION_POLICY="expandable", CUSHION_MAX_SPLIT_SIZE_MB="64")
+    def test_variables(self) -> None:
+        import torch
+
+        import cushion
+
+        cushion.install()
+        torch.empty(MIB, dtype=torch.uint8, device="cuda")
+        (segment,) = torch.cuda.memory_snapshot()
+        self.assertTrue(segment["is_expandable"])
+        self.assertEqual(torch.cuda.memory_stats()["max_split_size"], 64 * MIB)
+
+    def test_out_of_memory_is_pytorch_s_error(self) -> None:
+        from cushion import _cushion
+
+        self.install()
+        raised = _cushion.start(_cushion.gather_settings({}))
+        self.assertEqual(raised, "torch.OutOfMemoryError")
+
+
+class Environment(TorchCase):
+    """PyTorch reads its variable while it is loaded, so these start from scratch."""
+
+    warm = False
+
+    def assert_pinning_works(self) -> None:
+        import cushion
+
+        import torch
+
+        cushion.install()
+        kept = torch.empty(MIB, dtype=torch.uint8, device="cuda")
+        # Here PyTorch reads its variable again, and compares.
+        torch.empty(16).pin_memory()
+        torch.empty(16, pin_memory=True)
+        self.assertEqual(torch.cuda.memory_allocated(), MIB)
+        del kept
+
+    @process(PYTORCH_CUDA_ALLOC_CONF="backend:native,max_split_size_mb:64")
+    def test_backend_native(self) -> None:
+        self.assert_pinning_works()
+        import torch
+
+        self.assertEqual(torch.cuda.memory_stats()["max_split_size"], 64 * MIB)
+
+    @process(PYTORCH_CUDA_ALLOC_CONF="backend:cudaMallocAsync")
+    def test_backend_cuda_malloc_async(self) -> None:
+        self.assert_pinning_works()
+
+    @process(PYTORCH_ALLOC_CONF="backend:native")
+    def test_backend_in_the_newer_variable(self) -> None:
+        self.assert_pinning_works()
+
+    @process(PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True,pinned_num_register_threads:2")
+    def test_other_keys_reach_both(self) -> None:
+        self.assert_pinning_works()
+        import torch
+
+        self.assertTrue(torch.cuda.memory_snapshot()[0]["is_expandable"])
+
+
+@support.needs_torch
+class Programs(unittest.TestCase):
+    """Whole programs, to their end."""
+
+    def program(self, code: str, *before: str, **changes: str | None) -> str:
+        done = support.python(*before, "-c", textwrap.dedent(code), changes=changes)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertEqual(done.stderr, "")
+        return done.stdout
+
+    # Threads that allocate at the end are tested without torch: PyTorch itself, under its own allocator too, aborts
+    # when Python stops such a thread.
+    def test_tensors_that_live_to_the_end(self) -> None:
+        out = self.program(
+            """
+            import cushion, torch
+            cushion.install()
+            torch.cuda.memory._record_memory_history(stacks="python")
+            class Late:
+                def __del__(self):
+                    tensor = torch.empty(1000, device="cuda") if torch is not None else None
+            late = Late()
+            kept = [torch.empty(1 << n, dtype=torch.uint8, device="cuda") for n in range(24)]
+            side = torch.cuda.Stream()
+            kept[-1].record_stream(side)
+            print("end")
+            """
+        )
+        self.assertEqual(out, "end\n")
+
+    def test_cushion_run(self) -> None:
+        code = "import torch; torch.empty(1 << 20, device='cuda'); print(torch.cuda.get_allocator_backend())"
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, "program.py")
+            with open(path, "w") as file:
+                file.write(code)
+            done = support.python("-m", "cushion", "run", "--policy", "expandable", "--log", path)
+        self.assertEqual((done.stdout, done.returncode), ("pluggable\n", 0), done.stderr)
+        self.assertIn("policy expandable", done.stderr)
+
+
+class Forking(TorchCase):
+    def test_workers_that_load_data(self) -> None:
+        torch = self.install()
+        kept = torch.empty(MIB, dtype=torch.uint8, device="cuda")
+        stop = threading.Event()
+
+        def churn() -> None:
+            while not stop.is_set():
+                torch.empty(3 * MIB, dtype=torch.uint8, device="cuda")
+
+        thread = threading.Thread(target=churn)
+        thread.start()
+        loader = torch.utils.data.DataLoader(range(64), batch_size=8, num_workers=2, multiprocessing_context="fork")
+        try:
+            for _ in range(2):
+                self.assertEqual(sum(int(batch.sum()) for batch in loader), sum(range(64)))
+        finally:
+            stop.set()
+            thread.join()
+        self.assertEqual(torch.cuda.memory_allocated(), MIB)
+        del kept
+
+    def test_a_child_frees_what_it_inherited(self) -> None:
+        torch = self.install()
+        held = [torch.empty(MIB, dtype=torch.uint8, device="cuda") for _ in range(4)]
+        child = os.fork()
+        if child == 0:
+            held.clear()
+            os._exit(0)
+        self.assertEqual(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), 0)
+        self.assertEqual(torch.cuda.memory_allocated(), 4 * MIB)
+
+
+class Profiler(TorchCase):
+    def test_sees_allocations(self) -> None:
+        torch = self.install()
+        torch.empty(1, device="cuda")
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+            kept = torch.empty(3 * MIB, dtype=torch.uint8, device="cuda")
+            torch.empty(MIB, dtype=torch.uint8, device="cuda")
+            del kept
+        changes = [event for event in profile.events() if event.name == "[memory]"]
+        used = [getattr(event, "device_memory_usage", None) or getattr(event, "cuda_memory_usage", 0) for event in changes]
+        # What an operator does is counted there; what happens between operators stands alone.
+        averages = {average.key: average for average in profile.key_averages()}
+        made = averages["aten::empty"]
+        total = getattr(made, "self_device_memory_usage", None)
+        total = getattr(made, "self_cuda_memory_usage", 0) if total is None else total
+        self.assertEqual(total + sum(used), 0, (total, used))
+        self.assertEqual(total, 4 * MIB)
+
+    def test_the_memory_timeline(self) -> None:
+        torch = self.install()
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        with torch.profiler.profile(
+            activities=activities, profile_memory=True, record_shapes=True, with_stack=True
+        ) as profile:
+            kept = torch.empty(3 * MIB, dtype=torch.uint8, device="cuda")
+            address = kept.data_ptr()
+            with self.assertRaises(torch.cuda.OutOfMemoryError):
+                torch.empty(8 * GIB, dtype=torch.uint8, device="cuda")
+            del kept
+        found = []
+
+        def visit(events: Any) -> None:
+            for event in events:
+                if event.tag.name == "Allocation":
+                    found.append(event.extra_fields)
+                visit(event.children)
+
+        visit(profile.profiler.kineto_results.experimental_event_tree())
+        ours = [field for field in found if field.device == torch.device("cuda", 0)]
+        self.assertEqual([(field.ptr, field.alloc_size) for field in ours], [(address, 3 * MIB), (address, -3 * MIB)])
+        self.assertEqual([field.total_allocated for field in ours], [3 * MIB, 0])
+        self.assertEqual([field.total_reserved for field in ours], [20 * MIB, 20 * MIB])
+
+
+class PythonsLock(TorchCase):
+    """A thread that waits inside Cushion lets other threads run Python."""
+
+    def while_blocked(self, name: str, act: Any) -> None:
+        """Runs `act` in a thread; while its driver call waits, Python goes on here."""
+        standin = Standin()
+        done = threading.Event()
+
+        def work() -> None:
+            act()
+            done.set()
+
+        standin.block(name)
+        thread = threading.Thread(target=work)
+        thread.start()
+        standin.await_blocked()
+        # With the lock kept by the other thread we would not get here: the process would stop until its time
+        # is up.
+        counted = sum(range(1000))
+        self.assertEqual((counted, done.is_set()), (499500, False))
+        standin.unblock()
+        thread.join()
+        self.assertTrue(done.is_set())
+
+    CALL = {"segments": "cuMemAlloc_v2", "expandable": "cuMemCreate"}
+    BACK = {"segments": "cuMemFree_v2", "expandable": "cuMemUnmap"}
+
+    @process(timeout=30)
+    def test_a_torch_operation(self) -> None:
+        torch = self.install()
+        torch.empty(1, device="cuda")
+        self.while_blocked(self.CALL[self.policy], lambda: torch.empty(64 * MIB, dtype=torch.uint8, device="cuda"))
+
+    @process(timeout=30)
+    def test_with_the_lock_held(self) -> None:
+        """A call that keeps Python's lock, as ctypes.PyDLL does and some of PyTorch's do."""
+        import ctypes
+
+        from cushion import _cushion
+
+        torch = self.install()
+        torch.empty(1, device="cuda")
+        library = ctypes.PyDLL(_cushion.__file__)
+        alloc = library.cushion_alloc
+        alloc.restype, alloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
+        got: list[int] = []
+        self.while_blocked(self.CALL[self.policy], lambda: got.append(alloc(64 * MIB, 0, None)))
+        free = library.cushion_free
+        free.restype, free.argtypes = None, [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
+        free(got[0], 64 * MIB, 0, None)
+        self.while_blocked(self.BACK[self.policy], library.cushion_reset)
+
+    @process(timeout=30)
+    def test_a_free_with_the_lock_held_behind_a_thread_that_waits(self) -> None:
+        """The thread in the driver has the engine's lock; a free must wait for it without Python's."""
+        import ctypes
+
+        from cushion import _cushion
+
+        torch = self.install()
+        kept = torch.empty(64 * MIB, dtype=torch.uint8, device="cuda")
+        standin = Standin()
+        standin.block(self.CALL[self.policy])
+        first = threading.Thread(target=lambda: torch.empty(32 * MIB, dtype=torch.uint8, device="cuda"))
+        first.start()
+        standin.await_blocked()
+        held = [kept]
+        del kept
+        free = ctypes.PyDLL(_cushion.__file__).cushion_free
+        free.restype, free.argtypes = None, [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
+        entered = threading.Event()
+
+        def drop() -> None:
+            entered.set()
+            held.clear()
+            free(0x1234, 0, 0, None)
+
+        second = threading.Thread(target=drop)
+        second.start()
+        entered.wait()
+        # Whether or not it waits by now, Python's lock is to be had.
+        for _ in range(1000):
+            threading.Event().set()
+        standin.unblock()
+        first.join()
+        second.join()
+        self.assertEqual(torch.cuda.memory_allocated(), 0)
+
+    @process(timeout=30)
+    def test_questions(self) -> None:
+        torch = self.install()
+        kept = torch.empty(64 * MIB, dtype=torch.uint8, device="cuda")
+        standin = Standin()
+        standin.block(self.CALL[self.policy])
+        first = threading.Thread(target=lambda: torch.empty(32 * MIB, dtype=torch.uint8, device="cuda"))
+        first.start()
+        standin.await_blocked()
+        answers: list[Any] = []
+        asking = threading.Event()
+
+        def ask() -> None:
+            asking.set()
+            answers.append(torch.cuda.memory_stats()["allocated_bytes.all.current"])
+            answers.append(len(torch.cuda.memory_snapshot()))
+            torch.cuda.reset_peak_memory_stats()
+
+        second = threading.Thread(target=ask)
+        second.start()
+        asking.wait()
+        for _ in range(1000):
+            threading.Event().set()
+        standin.unblock()
+        first.join()
+        second.join()
+        self.assertIn(answers[0], (64 * MIB, 96 * MIB))
+        del kept
+
+
+class PythonsLockExpandable(PythonsLock):
+    policy = "expandable"
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,20 @@
+#!/bin/sh
+# The tests of the Python package: builds it and the stand-ins for CUDA, and runs python/tests over them. No
+# GPU is needed. With TORCH_PYTHON, a Python that has a CUDA build of torch, nothing is skipped.
+#
+#   scripts/test-python.sh [ARGUMENT OF unittest discover]...
+set -eu
+
+cd "$(dirname "$0")/.."
+target=$(mkdir -p "${CARGO_TARGET_DIR:-target}" && cd "${CARGO_TARGET_DIR:-target}" && pwd)
+python=${TORCH_PYTHON:-python3}
+
+${CARGO:-cargo} build --locked --quiet -p cushion-torch -p cushion-standin
+rm -rf "$target/python"
+mkdir -p "$target/python"
+cp -R python/cushion "$target/python/cushion"
+cp "$target/debug/lib_cushion.so" "$target/python/cushion/_cushion.abi3.so"
+STANDIN_DRIVER=$target/debug/libcushion_standin.so sh tests/torch/standin.sh "$target/standin" >/dev/null
+
+CUSHION_PACKAGE=$target/python CUSHION_STANDIN=$target/standin exec "$python" -B -m unittest discover \
+    -s python/tests "$@"
