@@ -7,7 +7,7 @@
 //! Three functions of the interpreter that this takes are outside the stable interface, and are looked up
 //! at run time; where one is missing, the attribute of the same meaning is read.
 
-use std::cell::RefCell;
+use std::cell::Cell;
 use std::ffi::{CStr, c_int};
 use std::num::NonZeroU32;
 use std::ptr::NonNull;
@@ -42,7 +42,7 @@ struct Table {
 static TABLE: Mutex<Option<Table>> = Mutex::new(None);
 
 thread_local! {
-    static FRAMES: RefCell<Vec<Frame>> = const { RefCell::new(Vec::new()) };
+    static FRAMES: Cell<Vec<Frame>> = const { Cell::new(Vec::new()) };
 }
 
 /// The stack of this thread, innermost frame first; none if no Python runs on it. Takes the
@@ -52,11 +52,13 @@ pub(crate) fn gather() -> Option<StackId> {
         return None;
     }
     gil::attach(|py| {
-        FRAMES.with_borrow_mut(|frames| {
-            frames.clear();
-            walk(py, frames);
-            if frames.is_empty() { None } else { keep(frames) }
-        })
+        // Taken, not borrowed: walking may collect garbage, which may free a tensor, which comes here.
+        let mut frames = FRAMES.take();
+        frames.clear();
+        walk(py, &mut frames);
+        let id = if frames.is_empty() { None } else { keep(&frames) };
+        FRAMES.set(frames);
+        id
     })
 }
 
