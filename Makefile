@@ -27,7 +27,8 @@ test-viz: ## converted snapshots in PyTorch's own tools (MEMORYVIZ_JS=PATH for i
 	@$(CARGO) build --release --locked --quiet --bin cushion
 	@sh scripts/test-viz.sh $(CUSHION) "$(MEMORYVIZ_JS)"
 
-test-python: ## tests of the runner of GPU tests; they need no GPU
+test-python: ## tests of the Python package (TORCH_PYTHON=PATH, one with torch, for all) and of the runner of GPU tests
+	@CARGO="$(CARGO)" sh scripts/test-python.sh
 	@$(PYTHON) -m unittest discover -s tests/gpu -p 'test_*.py'
 
 gpu-kit: ## in gpu-kit/: all that a machine with a GPU and no Rust needs beside this repository

@@ -222,8 +222,10 @@ def _raise_children(descriptor: int) -> dict[str, Any] | None:
     """The nursery's life. Returns a job in each child, and nothing at the end."""
     import gc
 
-    import torch  # noqa: F401
+    import torch
 
+    # PyTorch 2.3 stops for good if two threads are the first to give it arguments.
+    torch.empty(1)
     # Otherwise every child copies what its collector visits.
     gc.collect()
     gc.freeze()

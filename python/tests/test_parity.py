@@ -15,6 +15,9 @@ STEPS = 400
 MOST_LIVE = 2 * GIB
 
 
+# The oldest version of PyTorch whose every figure is compared. In 2.3 expandable segments count their pieces
+# otherwise, and lists of divisions begin at other sizes; Cushion does as the later ones do.
+FOLLOWED = (2, 11)
 # What is compared after each step, so that a difference is found where it begins.
 COURSE = (
     ("allocated_bytes", "current"),
@@ -43,6 +46,8 @@ def program(seed: int, cushion_settings: dict[str, Any] | None, fraction: float 
         torch.cuda.set_per_process_memory_fraction(fraction)
     dice = random.Random(seed)
     standin = Standin()
+    # Expandable segments call the driver first of all, and the stand-in wants a context by then.
+    torch.cuda.synchronize()
     # Cushion makes the allocator of a device at its first use, and an empty_cache() before counts nowhere.
     torch.empty(1, device="cuda")
     streams = [torch.cuda.default_stream(), torch.cuda.Stream(), torch.cuda.Stream()]
@@ -124,6 +129,8 @@ class Parity(unittest.TestCase):
 
     conf = ""
     changes: dict[str, str | None] = {"STANDIN_CAPACITY": str(16 * GIB), "STANDIN_LENIENT": "1"}
+    # With handles for other processes PyTorch asks NVML for the fabric between GPUs, and there is none here.
+    changes["TORCH_CUDA_EXPANDABLE_SEGMENTS_IPC"] = "0"
     maxDiff = 4000
 
     def compare(self, seed: int, conf: str = "", fraction: float | None = None) -> dict[str, Any]:
@@ -141,11 +148,14 @@ class Parity(unittest.TestCase):
                 f"step {apart} leads from {before} to {ours['course'][apart]}, and with PyTorch's own allocator to "
                 f"{native['course'][apart]}: {', '.join(names)}"
             )
-        missing = set(native["stats"]) - set(ours["stats"])
-        self.assertEqual(missing, set(), "figures that Cushion does not have")
-        differ = {
-            key: (value, ours["stats"][key]) for key, value in native["stats"].items() if ours["stats"][key] != value
+        # PyTorch 2.15 also counts each private pool by itself, which Cushion does not.
+        theirs = {
+            key: value
+            for key, value in native["stats"].items()
+            if not key.startswith("reserved_bytes_by_private_pools.")
         }
+        self.assertEqual(set(theirs) - set(ours["stats"]), set(), "figures that Cushion does not have")
+        differ = {key: (value, ours["stats"][key]) for key, value in theirs.items() if ours["stats"][key] != value}
         self.assertEqual(differ, {}, "figures that differ: (PyTorch's, Cushion's)")
         self.assertEqual(native["segments"], ours["segments"])
         return native
@@ -165,6 +175,8 @@ class Parity(unittest.TestCase):
 
     def test_roundup_power2_divisions(self) -> None:
         for seed, value in ((21, "4"), (22, "[1:2,64:4,>:8]")):
+            if value != "4" and support.TORCH_VERSION < FOLLOWED:
+                continue
             with self.subTest(seed=seed):
                 self.compare(seed, f"roundup_power2_divisions:{value}")
 
@@ -174,6 +186,7 @@ class Parity(unittest.TestCase):
                 self.compare(seed, "garbage_collection_threshold:0.2", fraction=0.9)
 
 
+@unittest.skipIf(support.TORCH_VERSION < FOLLOWED, f"torch {support.TORCH} counts expandable segments otherwise")
 class ParityExpandable(Parity):
     """With its expandable segments."""
 

@@ -567,7 +567,7 @@ mod tests {
         let trace = Trace { oom, ..Trace::default() };
         let segments = run("segments", true, 21 * GIB, 27 * GIB);
         let mut report = Report { trace, ..report(vec![segments]) };
-        assert!(says(&report, "at event 5,000 PyTorch refused a request of 1.00 GiB"));
+        assert!(says(&report, "at event 5,000 PyTorch refused a request of 1024.00 MiB"));
         assert!(says(&report, "the first of 2 such refusals"));
         assert!(says(&report, "needs 27.00 GiB under segments"));
         let mut segments = refused(run("segments", true, 21 * GIB, 27 * GIB), GIB, GIB, GIB);
