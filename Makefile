@@ -6,11 +6,12 @@ TARGET ?= open
 SECONDS ?= 3600
 MEMORYVIZ_JS ?=
 PYTHON ?= python3
+TORCH ?=
 ARGS ?=
 CUSHION = $(or $(CARGO_TARGET_DIR),target)/release/cushion
 
 .PHONY: help test test-viz demo picture bench docs verify fuzz clean \
-	test-python gpu-kit test-gpu bench-gpu
+	test-python test-wheel wheel gpu-kit test-gpu bench-gpu
 
 help: ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -21,15 +22,23 @@ test: ## format, lints, documentation, every test that needs no GPU (SEED=N for 
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --workspace --no-deps --locked --quiet
 	@sh scripts/setup-browser.sh
 	PROPTEST_RNG_SEED=$(SEED) $(CARGO) test --workspace --locked
-	@$(MAKE) --no-print-directory test-viz
+	@$(MAKE) --no-print-directory test-viz test-python test-wheel
 
 test-viz: ## converted snapshots in PyTorch's own tools (MEMORYVIZ_JS=PATH for its viewer too)
 	@$(CARGO) build --release --locked --quiet --bin cushion
 	@sh scripts/test-viz.sh $(CUSHION) "$(MEMORYVIZ_JS)"
 
-test-python: ## tests of the Python package (TORCH_PYTHON=PATH, one with torch, for all) and of the runner of GPU tests
-	@CARGO="$(CARGO)" sh scripts/test-python.sh
+test-python: ## the Python package, over stand-ins for CUDA (TORCH=2.11.0 installs that PyTorch, 5 GB, for all of it)
+	@tools=$$(PYTHON="$(PYTHON)" sh scripts/python.sh ruff mypy) && "$$tools/ruff" check --quiet python scripts tests \
+		&& "$$tools/ruff" format --quiet --check python scripts tests && "$$tools/mypy"
 	@$(PYTHON) -m unittest discover -s tests/gpu -p 'test_*.py'
+	@CARGO="$(CARGO)" PYTHON="$(PYTHON)" TORCH="$(TORCH)" sh scripts/test-python.sh
+
+test-wheel: ## pip install . and pip install -e ., used away from here
+	@PYTHON="$(PYTHON)" sh scripts/test-wheel.sh
+
+wheel: ## the wheel to release, in target/wheels, for every Linux with glibc 2.17 or later
+	@PYTHON="$(PYTHON)" sh scripts/wheel.sh $(or $(CARGO_TARGET_DIR),target)/wheels
 
 gpu-kit: ## in gpu-kit/: all that a machine with a GPU and no Rust needs beside this repository
 	@CARGO="$(CARGO)" PYTHON="$(PYTHON)" sh scripts/gpu-kit.sh

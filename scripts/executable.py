@@ -1,6 +1,6 @@
 """Prints the path of the executable that cargo built for one target.
 
-    cargo test --no-run --message-format=json ... | python3 executable.py TARGET
+cargo test --no-run --message-format=json ... | python3 executable.py TARGET
 """
 
 import json

@@ -8,7 +8,6 @@ set -eu
 cd "$(dirname "$0")/.."
 cargo=${CARGO:-cargo}
 python=${PYTHON:-python3}
-bin=$(sh scripts/python.sh maturin)
 messages=$(mktemp)
 trap 'rm -f "$messages"' EXIT
 
@@ -17,7 +16,7 @@ mkdir gpu-kit
 "$cargo" test -p cushion-cuda --test gpu_contract --release --no-run --locked \
     --message-format=json >"$messages"
 cp "$("$python" scripts/executable.py gpu_contract <"$messages")" gpu-kit/gpu_contract
-"$bin/maturin" build --release --locked --out gpu-kit/wheel
+sh scripts/wheel.sh gpu-kit/wheel
 # Last: what is unpacked says that the kit is whole.
 "$python" -m zipfile -e gpu-kit/wheel/*.whl gpu-kit/site
 du -sh gpu-kit/site gpu-kit/gpu_contract

@@ -10,6 +10,9 @@ venv=${CARGO_TARGET_DIR:-target}/venv
 pinned() {
     case $1 in
     maturin) echo maturin==1.16.0 ;;
+    mypy) echo mypy==2.4.1 ;;
+    ruff) echo ruff==0.17.4 ;;
+    ziglang) echo ziglang==0.17.0 ;;
     *)
         echo "python.sh: no version of $1 is pinned" >&2
         return 2

@@ -1,13 +1,21 @@
 #!/bin/sh
 # The tests of the Python package: builds it and the stand-ins for CUDA, and runs python/tests over them. No
-# GPU is needed. With TORCH_PYTHON, a Python that has a CUDA build of torch, nothing is skipped.
+# GPU is needed. With TORCH, a version of PyTorch to install, or TORCH_PYTHON, a Python that has a CUDA build of
+# it, nothing is skipped.
 #
 #   scripts/test-python.sh [ARGUMENT OF unittest discover]...
 set -eu
 
 cd "$(dirname "$0")/.."
 target=$(mkdir -p "${CARGO_TARGET_DIR:-target}" && cd "${CARGO_TARGET_DIR:-target}" && pwd)
-python=${TORCH_PYTHON:-python3}
+if [ -z "${TORCH_PYTHON:-}" ] && [ -n "${TORCH:-}" ]; then
+    TORCH_PYTHON=$(sh scripts/setup-torch.sh "$TORCH") || TORCH_PYTHON=
+fi
+python=${TORCH_PYTHON:-${PYTHON:-python3}}
+if ! "$python" -c 'import torch' 2>/dev/null; then
+    echo 'test-python: there is no PyTorch here, so its tests say that they are SKIPPED;'
+    echo 'test-python: `make test-python TORCH=2.11.0` installs one, in 5 GB'
+fi
 
 ${CARGO:-cargo} build --locked --quiet -p cushion-torch -p cushion-standin
 rm -rf "$target/python"

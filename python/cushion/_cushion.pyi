@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 __version__: str
-__file__: str
 
 class Settings:
     """What was asked for, and what follows from it."""

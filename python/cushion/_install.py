@@ -8,7 +8,6 @@ import os
 import re
 import sys
 import threading
-from types import ModuleType
 from typing import Any, Literal
 
 from . import _cushion, _limits, _patches
@@ -85,7 +84,7 @@ def _take_over(settings: _cushion.Settings) -> None:
         logger.warning("this PyTorch (%s) gets a %s when memory runs out", torch.__version__, raised)
 
 
-def _usable_torch() -> ModuleType:
+def _usable_torch() -> Any:
     try:
         import torch
     except ImportError as error:

@@ -4,7 +4,6 @@ stop; these say what does not work and the way out."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any, NoReturn
 
 MEM_POOL = (
@@ -28,13 +27,13 @@ GRAPH_TREES = (
 )
 
 
-def check(torch: ModuleType, error: type[Exception]) -> None:
+def check(torch: Any, error: type[Exception]) -> None:
     """Refuses what is switched on already and would fail later, far from its cause."""
     if torch.backends.cudnn.benchmark:
         raise error(CUDNN_BENCHMARK)
 
 
-def apply(torch: ModuleType) -> None:
+def apply(torch: Any) -> None:
     if hasattr(torch.cuda.memory, "MemPool"):
         torch.cuda.memory.MemPool.__init__ = _refusing(MEM_POOL)
     _refuse_cudnn_benchmark(torch)
@@ -52,7 +51,7 @@ def _refusing(text: str) -> Callable[..., NoReturn]:
     return refuse
 
 
-def _refuse_cudnn_benchmark(torch: ModuleType) -> None:
+def _refuse_cudnn_benchmark(torch: Any) -> None:
     original = torch._C._set_cudnn_benchmark
 
     def set_benchmark(value: bool) -> None:

@@ -5,7 +5,6 @@ Cushion. Names that a version of PyTorch does not have are left out."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from types import ModuleType
 from typing import Any
 
 from . import _cushion
@@ -13,7 +12,7 @@ from . import _cushion
 _history_is_on = False
 
 
-def apply(torch: ModuleType) -> None:
+def apply(torch: Any) -> None:
     replacements: dict[str, Callable[..., Any]] = {
         "_cuda_memoryStats": _cushion.memory_stats,
         "_cuda_resetAccumulatedMemoryStats": _cushion.reset_accumulated_memory_stats,

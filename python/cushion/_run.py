@@ -32,7 +32,11 @@ def main(arguments: list[str]) -> int:
     if not asked.program:
         parser.error("which program? Give a Python file, -m and a module, or a command")
     environment = dict(os.environ)
-    for name, value in (("CUSHION_POLICY", asked.policy), ("CUSHION_CONF", asked.conf), ("CUSHION_LOG", asked.log and "1")):
+    for name, value in (
+        ("CUSHION_POLICY", asked.policy),
+        ("CUSHION_CONF", asked.conf),
+        ("CUSHION_LOG", asked.log and "1"),
+    ):
         if value:
             environment[name] = value
     here = str(Path(__file__).parent.parent)

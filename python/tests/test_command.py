@@ -45,9 +45,13 @@ class Command(unittest.TestCase):
         self.assertIn("no_such_file", self.cushion("replay", "no_such_file", code=2))
 
     def test_from_the_module(self) -> None:
-        done = support.python("-c", "import sys; from cushion import _cushion; sys.exit(_cushion.command(['cushion', '--version']))")
+        done = support.python(
+            "-c", "import sys; from cushion import _cushion; sys.exit(_cushion.command(['cushion', '--version']))"
+        )
         self.assertEqual((done.returncode, done.stdout), (0, f"cushion {_cushion.__version__}\n"))
-        done = support.python("-c", "import sys; from cushion import _cushion; sys.exit(_cushion.command(['cushion', 'nope']))")
+        done = support.python(
+            "-c", "import sys; from cushion import _cushion; sys.exit(_cushion.command(['cushion', 'nope']))"
+        )
         self.assertEqual(done.returncode, 2)
 
     def test_arguments_that_are_not_text(self) -> None:

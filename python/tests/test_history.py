@@ -10,7 +10,7 @@ import unittest
 from typing import Any
 
 import support
-from support import GIB, MIB, TorchCase, process
+from support import GIB, MIB, TorchCase
 
 
 def line() -> int:
@@ -43,11 +43,13 @@ class History(TorchCase):
         self.assertEqual(second["name"], inspect.currentframe().f_code.co_name)  # type: ignore[union-attr]
         segment = next(s for s in torch.cuda.memory._snapshot()["segments"] if s["address"] <= kept.data_ptr())
         self.assertEqual(segment["blocks"][0]["frames"][0], first)
-        traceback = torch.cuda.memory._allocation_traceback(kept.data_ptr()) if hasattr(
-            torch.cuda.memory, "_allocation_traceback"
-        ) else torch._C._cuda_allocationTraceback(kept.data_ptr()) if hasattr(
-            torch._C, "_cuda_allocationTraceback"
-        ) else entry["frames"]
+        traceback = (
+            torch.cuda.memory._allocation_traceback(kept.data_ptr())
+            if hasattr(torch.cuda.memory, "_allocation_traceback")
+            else torch._C._cuda_allocationTraceback(kept.data_ptr())
+            if hasattr(torch._C, "_cuda_allocationTraceback")
+            else entry["frames"]
+        )
         self.assertEqual(traceback, entry["frames"])
 
     def test_a_free_has_the_stack_of_the_free(self) -> None:
@@ -95,7 +97,9 @@ class History(TorchCase):
         address = kept.data_ptr()
         del kept
         torch.cuda.empty_cache()
-        got, gone = ("segment_map", "segment_unmap") if self.policy == "expandable" else ("segment_alloc", "segment_free")
+        got, gone = (
+            ("segment_map", "segment_unmap") if self.policy == "expandable" else ("segment_alloc", "segment_free")
+        )
         found = [(entry["action"], entry["addr"], entry["size"]) for entry in self.entries(torch)]
         found = [entry for entry in found if entry[0] != "snapshot"]
         size = 40 * MIB if self.policy == "expandable" else 30 * MIB

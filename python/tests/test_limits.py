@@ -7,7 +7,7 @@ import unittest
 from collections.abc import Iterator
 from typing import Any
 
-from support import MIB, TorchCase, process
+from support import MIB, TorchCase
 
 
 class Limits(TorchCase):
@@ -51,9 +51,8 @@ class Limits(TorchCase):
         self.works(torch)
 
     def test_cudnn_benchmark_before(self) -> None:
-        import torch
-
         import cushion
+        import torch
 
         torch.backends.cudnn.benchmark = True
         with self.assertRaises(cushion.InstallError) as raised:

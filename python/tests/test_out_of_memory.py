@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import unittest
 
-from support import GIB, MIB, Standin, TorchCase, process
+from support import GIB, MIB, Standin, TorchCase
 
 # PyTorch's own words, up to where Cushion's begin.
 FORM = re.compile(

@@ -7,9 +7,8 @@ import inspect
 import unittest
 from pathlib import Path
 
-import support
-
 import cushion
+import support
 from cushion import _cushion
 
 STUBS = Path(cushion.__file__).with_name("_cushion.pyi")

@@ -5,14 +5,12 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-import subprocess
-import sys
 import textwrap
 import threading
 import unittest
 
 import support
-from support import GIB, MIB, Standin, StandinCase, process
+from support import MIB, Standin, StandinCase, process
 
 WORD = ctypes.c_uint64
 

@@ -30,7 +30,9 @@ class Run(unittest.TestCase):
         return path
 
     def cushion_run(self, *arguments: str, **changes: str | None) -> subprocess.CompletedProcess[str]:
-        return support.python("-m", "cushion", "run", *arguments, changes={"LD_PRELOAD": None, **changes}, cwd=self.folder)
+        return support.python(
+            "-m", "cushion", "run", *arguments, changes={"LD_PRELOAD": None, **changes}, cwd=self.folder
+        )
 
     def assert_prints(self, lines: list[str], *arguments: str, **changes: str | None) -> None:
         done = self.cushion_run(*arguments, **changes)
@@ -52,7 +54,7 @@ class Run(unittest.TestCase):
         self.assert_prints(["['1', '2 3']"], "tool", "1", "2 3", PATH=f"{self.folder}/bin:{os.environ['PATH']}")
 
     def test_a_file_that_is_executable_runs_by_itself(self) -> None:
-        tool = self.write("tool", "#!/bin/sh\necho \"shell $1\"\n", 0o755)
+        tool = self.write("tool", '#!/bin/sh\necho "shell $1"\n', 0o755)
         self.assert_prints(["shell x"], str(tool), "x")
 
     def test_a_python_file_that_is_executable_runs_under_this_python(self) -> None:
@@ -89,7 +91,9 @@ class Run(unittest.TestCase):
     # ---- settings ----
 
     def test_flags_become_variables(self) -> None:
-        program = self.write("p.py", "import os; print(*(os.environ.get('CUSHION_' + n) for n in ('POLICY', 'CONF', 'LOG')))")
+        program = self.write(
+            "p.py", "import os; print(*(os.environ.get('CUSHION_' + n) for n in ('POLICY', 'CONF', 'LOG')))"
+        )
         self.assert_prints(["None None None"], str(program))
         self.assert_prints(
             ["expandable max_split_size_mb:64 1"],
@@ -103,7 +107,9 @@ class Run(unittest.TestCase):
     def test_torch_gets_cushion_once_after_it_is_whole(self) -> None:
         self.write("lib/torch/__init__.py", FAKE_TORCH)
         self.write("lib/torch/nn.py", "")
-        program = self.write("p.py", "print('start')\nimport torch\nimport torch.nn\nimport torch\nprint(torch.nn.__name__)")
+        program = self.write(
+            "p.py", "print('start')\nimport torch\nimport torch.nn\nimport torch\nprint(torch.nn.__name__)"
+        )
         path = f"{self.folder}/lib:{support.environment()['PYTHONPATH']}"
         self.assert_prints(["start", "torch", "install", "torch.nn"], str(program), PYTHONPATH=path)
 
@@ -143,7 +149,9 @@ class Run(unittest.TestCase):
         self.assert_prints(["a library is missing"], str(self.write("p.py", code)), PYTHONPATH=path)
 
     def test_after_a_failed_import_the_next_gets_it(self) -> None:
-        self.write("lib/torch/__init__.py", "import os\nif os.environ.pop('FAIL', None):\n    raise OSError\n" + FAKE_TORCH)
+        self.write(
+            "lib/torch/__init__.py", "import os\nif os.environ.pop('FAIL', None):\n    raise OSError\n" + FAKE_TORCH
+        )
         code = "try:\n    import torch\nexcept OSError:\n    print('failed')\nimport torch\n"
         path = f"{self.folder}/lib:{support.environment()['PYTHONPATH']}"
         program = str(self.write("p.py", code))

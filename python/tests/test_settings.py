@@ -77,7 +77,9 @@ class Variables(unittest.TestCase):
                 self.assertEqual(settings.torch_variable, (name, "expandable_segments:True,max_split_size_mb:64"))
 
     def test_the_first_of_pytorch_s_is_the_only_one(self) -> None:
-        settings = gather({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64", "PYTORCH_ALLOC_CONF": "expandable_segments:True"})
+        settings = gather(
+            {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+        )
         self.assertEqual(settings.policy, "segments")
         self.assertEqual(settings.torch_variable, ("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64"))
 
@@ -170,7 +172,10 @@ class AtRunTime(unittest.TestCase):
         self.assertEqual(_cushion.conf(), before)
 
     def test_configure_returns_what_is_not_ours(self) -> None:
-        self.assertEqual(_cushion.configure("backend:native,pinned_num_register_threads:8"), ["backend", "pinned_num_register_threads"])
+        self.assertEqual(
+            _cushion.configure("backend:native,pinned_num_register_threads:8"),
+            ["backend", "pinned_num_register_threads"],
+        )
 
     def test_without_backend(self) -> None:
         for conf, rest in (

@@ -210,9 +210,13 @@ class Graphs(TorchCase):
             standin.launch(side.cuda_stream)
             kept.record_stream(side)
             del kept
-            before = [standin.calls(name) for name in ("cuEventQuery", "cuEventSynchronize", "cuMemFree_v2", "cuMemUnmap")]
+            before = [
+                standin.calls(name) for name in ("cuEventQuery", "cuEventSynchronize", "cuMemFree_v2", "cuMemUnmap")
+            ]
             inside = [torch.empty(30 * MIB, dtype=torch.uint8, device="cuda") for _ in range(4)]
-            after = [standin.calls(name) for name in ("cuEventQuery", "cuEventSynchronize", "cuMemFree_v2", "cuMemUnmap")]
+            after = [
+                standin.calls(name) for name in ("cuEventQuery", "cuEventSynchronize", "cuMemFree_v2", "cuMemUnmap")
+            ]
         self.assertEqual(after, before)
         del inside
 

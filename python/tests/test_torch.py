@@ -28,9 +28,8 @@ class Installing(TorchCase):
         del kept
 
     def test_too_late(self) -> None:
-        import torch
-
         import cushion
+        import torch
 
         kept = torch.empty(MIB, dtype=torch.uint8, device="cuda")
         with self.assertRaises(cushion.InstallError) as raised:
@@ -59,9 +58,8 @@ class Installing(TorchCase):
 
     @process(CUSHION_POLICY="expandable", CUSHION_MAX_SPLIT_SIZE_MB="64")
     def test_variables(self) -> None:
-        import torch
-
         import cushion
+        import torch
 
         cushion.install()
         torch.empty(MIB, dtype=torch.uint8, device="cuda")
@@ -84,7 +82,6 @@ class Environment(TorchCase):
 
     def assert_pinning_works(self) -> None:
         import cushion
-
         import torch
 
         cushion.install()
@@ -201,7 +198,9 @@ class Profiler(TorchCase):
             torch.empty(MIB, dtype=torch.uint8, device="cuda")
             del kept
         changes = [event for event in profile.events() if event.name == "[memory]"]
-        used = [getattr(event, "device_memory_usage", None) or getattr(event, "cuda_memory_usage", 0) for event in changes]
+        used = [
+            getattr(event, "device_memory_usage", None) or getattr(event, "cuda_memory_usage", 0) for event in changes
+        ]
         # What an operator does is counted there; what happens between operators stands alone.
         averages = {average.key: average for average in profile.key_averages()}
         made = averages["aten::empty"]

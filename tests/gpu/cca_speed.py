@@ -3,7 +3,8 @@
     python tests/gpu/cca_speed.py MODE [--policy P]
 
 MODE is native, expandable, async, pluggable (an allocator that does nothing: the cost of PyTorch's
-plug-in layer alone) or cushion (with a policy). Prints one JSON line, with nanoseconds per pair. Needs
+plug-in layer alone) or cushion (with a policy). Prints one JSON line, with nanoseconds per pair, for each
+line the least of four turns. Needs
 nvcc and a C++ compiler; the first run builds a small extension, which takes a minute.
 """
 
@@ -18,6 +19,9 @@ import tempfile
 import time
 
 from harness import MIB, require_gpu
+
+# How often each line is measured in one process.
+TURNS = 4
 
 MODES = {
     "native": None,
@@ -124,9 +128,7 @@ extern "C" void bump_free(void* pointer, ssize_t size, int device, cudaStream_t 
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("mode", choices=MODES)
     parser.add_argument("--policy", choices=("segments", "expandable"), help="for cushion")
     return parser.parse_args()
@@ -158,16 +160,14 @@ def build_extension(folder: str):
 def install_nothing(folder: str) -> None:
     library = os.path.join(folder, "libbump.so")
     source = write(folder, "bump.cpp", DOES_NOTHING)
-    subprocess.check_call(
-        ["nvcc", "-O3", "-Xcompiler", "-fPIC", "-shared", "-o", library, source], stdout=sys.stderr
-    )
+    subprocess.check_call(["nvcc", "-O3", "-Xcompiler", "-fPIC", "-shared", "-o", library, source], stdout=sys.stderr)
     memory = torch.cuda.memory
     memory.change_current_allocator(memory.CUDAPluggableAllocator(library, "bump_malloc", "bump_free"))
 
 
 def time_empty(shape: tuple[int, ...]) -> float:
     """Nanoseconds of one torch.empty from Python."""
-    calls = 100_000
+    calls = 50_000
 
     def make():
         return torch.empty(shape, device="cuda")
@@ -192,17 +192,22 @@ def main(given: argparse.Namespace) -> None:
         install_nothing(folder)
     kept = torch.zeros(1, device="cuda")
     torch.cuda.synchronize()
-    nanoseconds = {
-        "pair 4K": extension.pairs(4096, 1_000_000),
-        "pair 4M": extension.pairs(4 * MIB, 1_000_000),
-        "pair 64M": extension.pairs(64 * MIB, 300_000),
-        "churn 64 live": extension.churn(64, 500_000, 512, 64 * MIB),
-        "churn 4k live small": extension.churn(4096, 500_000, 512, MIB),
-        "churn 4k live": extension.churn(4096, 300_000, 512, 16 * MIB),
-        "4 threads": extension.threads(4, 4096, 300_000),
-        "torch.empty(1024,)": time_empty((1024,)),
-        "torch.empty(4194304,)": time_empty((1 << 22,)),
+    lines = {
+        "pair 4K": lambda: extension.pairs(4096, 300_000),
+        "pair 4M": lambda: extension.pairs(4 * MIB, 300_000),
+        "pair 64M": lambda: extension.pairs(64 * MIB, 300_000),
+        "churn 64 live": lambda: extension.churn(64, 200_000, 512, 64 * MIB),
+        "churn 4k live small": lambda: extension.churn(4096, 200_000, 512, MIB),
+        "churn 4k live": lambda: extension.churn(4096, 200_000, 512, 16 * MIB),
+        "4 threads": lambda: extension.threads(4, 4096, 100_000),
+        "torch.empty(1024,)": lambda: time_empty((1024,)),
+        "torch.empty(4194304,)": lambda: time_empty((1 << 22,)),
     }
+    # The least of several: what disturbs a processor only ever adds time.
+    nanoseconds = dict.fromkeys(lines, float("inf"))
+    for _ in range(TURNS):
+        for name, measure in lines.items():
+            nanoseconds[name] = min(nanoseconds[name], measure())
     result = {"mode": given.mode, "ns": {name: round(value, 1) for name, value in nanoseconds.items()}}
     if given.mode == "cushion":
         result["policy"] = given.policy

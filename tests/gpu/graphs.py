@@ -86,9 +86,7 @@ class Canaries:
 def private_bytes() -> int:
     """What the pools of graphs have reserved."""
     return sum(
-        segment["total_size"]
-        for segment in torch.cuda.memory_snapshot()
-        if tuple(segment["segment_pool_id"]) != (0, 0)
+        segment["total_size"] for segment in torch.cuda.memory_snapshot() if tuple(segment["segment_pool_id"]) != (0, 0)
     )
 
 

@@ -28,7 +28,6 @@ MODES = {
     "cushion segments": ("cushion", "--policy", "segments"),
     "cushion expandable": ("cushion", "--policy", "expandable"),
 }
-SPEED_MODES = {**MODES, "pluggable": ("pluggable",)}
 
 # Groups that can be named together.
 TOGETHER = {"workloads": WORKLOADS}
@@ -102,7 +101,7 @@ def benches(rounds: int) -> list[Group]:
         )
         for name in WORKLOADS
     ]
-    speed = alternating("speed", SPEED_MODES, rounds, ("cca_speed.py",))
+    speed = alternating("speed", MODES, rounds, ("cca_speed.py",))
     return [*groups, Group("speed", "what a malloc and a free cost the CPU", speed)]
 
 

@@ -119,16 +119,12 @@ def consistent(checks: Checks, policy: str) -> None:
 
 def parser(description: str | None) -> argparse.ArgumentParser:
     """The arguments every program takes."""
-    new = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    new = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     new.add_argument("--policy", choices=POLICIES, default="segments")
     return new
 
 
-def main(
-    body: Callable[[Checks, argparse.Namespace], dict[str, Any]], arguments: argparse.ArgumentParser
-) -> None:
+def main(body: Callable[[Checks, argparse.Namespace], dict[str, Any]], arguments: argparse.ArgumentParser) -> None:
     """Runs a program's body, and ends the process in the usual way: what crashes at exit is to be seen."""
     given = arguments.parse_args()
     checks = Checks()

@@ -1,6 +1,6 @@
 """Cushion in the life of a process: forks, threads, streams that go away, exits, and `cushion run`.
 
-    python tests/gpu/life.py [--policy P]
+python tests/gpu/life.py [--policy P]
 """
 
 from __future__ import annotations
@@ -86,9 +86,7 @@ class Numbers(Dataset):
 def data_loader(checks: Checks) -> None:
     """Workers forked beside CUDA work, three epochs."""
     torch.ones(1000, device="cuda")
-    loader = DataLoader(
-        Numbers(), batch_size=16, num_workers=2, pin_memory=True, multiprocessing_context="fork"
-    )
+    loader = DataLoader(Numbers(), batch_size=16, num_workers=2, pin_memory=True, multiprocessing_context="fork")
     for epoch in range(3):
         total = torch.zeros((), device="cuda", dtype=torch.float64)
         for batch in loader:

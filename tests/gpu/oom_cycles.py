@@ -42,9 +42,7 @@ class Trainer:
     NARROW, WIDE = 64, 16384
 
     def __init__(self) -> None:
-        self.model = torch.nn.Sequential(
-            torch.nn.Linear(256, 1024), torch.nn.GELU(), torch.nn.Linear(1024, 256)
-        ).cuda()
+        self.model = torch.nn.Sequential(torch.nn.Linear(256, 1024), torch.nn.GELU(), torch.nn.Linear(1024, 256)).cuda()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
 
     def step(self, batch: int) -> float:

@@ -8,7 +8,7 @@ import statistics
 from dataclasses import dataclass, field
 from typing import Any
 
-from groups import MODES, SINGLE_STREAM, SPEED_MODES, WORKLOADS, Group, Job
+from groups import MODES, SINGLE_STREAM, WORKLOADS, Group, Job
 
 # The last losses of PyTorch's own runs differ a little from run to run. Cushion's may be further from
 # their median than they are from each other by this factor, or by this share of it: one run more of
@@ -253,20 +253,18 @@ def workloads_table(groups: list[Group], outcomes: dict[str, Outcome]) -> list[l
 def speed_table(groups: list[Group], outcomes: dict[str, Outcome]) -> list[list[str]]:
     """Nanoseconds, the median over rounds, and Cushion's as a multiple of PyTorch's."""
     ours = {"cushion segments": "native", "cushion expandable": "expandable"}
-    header = ["ns per pair", *SPEED_MODES, *(f"{mode} / {twin}" for mode, twin in ours.items())]
+    header = ["ns per pair", *MODES, *(f"{mode} / {twin}" for mode, twin in ours.items())]
     rows = [header]
     for group in groups:
         if group.name != "speed":
             continue
-        results = by_mode(group, outcomes, SPEED_MODES)
+        results = by_mode(group, outcomes, MODES)
         every = [result["ns"] for mode in results for result in results[mode]]
         lines = list(dict.fromkeys(line for nanoseconds in every for line in nanoseconds))
         for line in lines:
-            medians = {
-                mode: median_of([result["ns"] for result in results[mode]], line) for mode in SPEED_MODES
-            }
+            medians = {mode: median_of([result["ns"] for result in results[mode]], line) for mode in MODES}
             shares = [ratio(medians[mode], medians[twin]) for mode, twin in ours.items()]
-            rows.append([line, *(number(medians[mode]) for mode in SPEED_MODES), *shares])
+            rows.append([line, *(number(medians[mode]) for mode in MODES), *shares])
     return rows
 
 
@@ -282,9 +280,7 @@ def as_text(rows: list[list[str]], widest: int = 100) -> str:
     """Columns side by side, for a terminal."""
     cut = [[cell if len(cell) <= widest else cell[: widest - 1] + "…" for cell in row] for row in rows]
     widths = [max(len(row[column]) for row in cut) for column in range(len(cut[0]))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in cut
-    )
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in cut)
 
 
 def as_markdown(rows: list[list[str]]) -> str:
@@ -313,7 +309,7 @@ NOTES = {
         "Modes take turns, every second round backwards; figures are medians over the rounds. *native* and\n"
         "*expandable* are PyTorch's allocator without and with `expandable_segments:True`; Cushion's\n"
         "`expandable` is compared with both. Peak reserved is in bytes, and `=` says that it is that of\n"
-        "PyTorch's allocator of the same kind, to the byte. *pluggable* is an allocator that does nothing."
+        "PyTorch's allocator of the same kind, to the byte."
     ),
 }
 

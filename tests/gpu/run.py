@@ -262,9 +262,7 @@ def run_groups(groups: list[Group], record: Record, run: Run = run_jobs) -> None
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kind", choices=("test", "bench"))
     parser.add_argument("--group", action="append", default=[], metavar="NAME", help="may be given again")
     parser.add_argument("--list", action="store_true", help="say what groups there are")

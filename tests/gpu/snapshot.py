@@ -35,9 +35,7 @@ class Loop:
 
     def __init__(self) -> None:
         self.rng = random.Random(3)
-        self.model = torch.nn.Sequential(
-            torch.nn.Linear(512, 2048), torch.nn.GELU(), torch.nn.Linear(2048, 512)
-        ).cuda()
+        self.model = torch.nn.Sequential(torch.nn.Linear(512, 2048), torch.nn.GELU(), torch.nn.Linear(2048, 512)).cuda()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
         self.copies = torch.cuda.Stream()
         self.graphs: list = []
@@ -96,9 +94,7 @@ def stop_recording() -> None:
 def check_stacks(checks: Checks, snapshot: dict) -> None:
     """The marked allocation is there, once as an event and once as a block, with its Python stack."""
     events = [
-        event
-        for event in snapshot["device_traces"][0]
-        if event["action"] == "alloc" and event["size"] == MARKED_BYTES
+        event for event in snapshot["device_traces"][0] if event["action"] == "alloc" and event["size"] == MARKED_BYTES
     ]
     blocks = [
         block

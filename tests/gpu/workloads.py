@@ -35,9 +35,7 @@ MODES = {
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=WORKLOADS)
     parser.add_argument("mode", choices=MODES)
     parser.add_argument("--policy", choices=("segments", "expandable"), help="for cushion")
@@ -165,10 +163,7 @@ class StreamOffload(Workload):
         width, layers = self.WIDTH, self.LAYERS
         shapes = ((width * 4, width), (width, width * 4))
         host = [
-            [
-                (torch.randn(*shape, device="cuda", dtype=torch.bfloat16) * 0.02).cpu().pin_memory()
-                for shape in shapes
-            ]
+            [(torch.randn(*shape, device="cuda", dtype=torch.bfloat16) * 0.02).cpu().pin_memory() for shape in shapes]
             for _ in range(layers)
         ]
         copies = torch.cuda.Stream()
@@ -257,9 +252,7 @@ class GraphsServing(Workload):
 
     def prepare(self):
         nn = torch.nn
-        blocks = [
-            nn.Sequential(nn.Linear(4096, 11008), nn.SiLU(), nn.Linear(11008, 4096)) for _ in range(16)
-        ]
+        blocks = [nn.Sequential(nn.Linear(4096, 11008), nn.SiLU(), nn.Linear(11008, 4096)) for _ in range(16)]
         self.model = nn.Sequential(*blocks).to(torch.bfloat16)
 
     def build(self):
@@ -386,9 +379,7 @@ def main(given: argparse.Namespace) -> None:
         torch.cuda.set_per_process_memory_fraction(min(1.0, given.cap_gib * GIB / total))
     if given.trace:
         context = "all" if given.stacks else None
-        torch.cuda.memory._record_memory_history(
-            enabled="all", context=context, stacks="python", max_entries=3_000_000
-        )
+        torch.cuda.memory._record_memory_history(enabled="all", context=context, stacks="python", max_entries=3_000_000)
     result = {"name": given.name, "mode": given.mode, "steps": 0, "oom": None}
     if given.mode == "cushion":
         result["policy"] = given.policy

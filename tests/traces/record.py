@@ -53,8 +53,24 @@ def sizes(rng):
     """Bytes, most of them small, some around the boundaries between size classes."""
     kind = rng.random()
     if kind < 0.1:
-        return rng.choice([1, 511, 512, 513, MIB - 1, MIB, MIB + 1, 10 * MIB - 1, 10 * MIB, 10 * MIB + 1,
-                           20 * MIB, 20 * MIB + 1, 64 * MIB, 64 * MIB + 1])
+        return rng.choice(
+            [
+                1,
+                511,
+                512,
+                513,
+                MIB - 1,
+                MIB,
+                MIB + 1,
+                10 * MIB - 1,
+                10 * MIB,
+                10 * MIB + 1,
+                20 * MIB,
+                20 * MIB + 1,
+                64 * MIB,
+                64 * MIB + 1,
+            ]
+        )
     return int(2 ** rng.uniform(4, 27 if kind < 0.95 else 28.5))
 
 
@@ -79,9 +95,15 @@ def main(name):
     out = os.path.join(sys.argv[1], name + ".pickle.gz")
     with gzip.GzipFile(out, "wb", 9, mtime=0) as file:
         pickle.dump(snapshot, file, protocol=4)
-    line = {"name": name, "conf": conf, "limit": limit and int((limit * MIB / total) * total),
-            "torch": torch.__version__, "events": sum(map(len, snapshot["device_traces"])),
-            "refused": refused, "stats": dict(stats)}
+    line = {
+        "name": name,
+        "conf": conf,
+        "limit": limit and int((limit * MIB / total) * total),
+        "torch": torch.__version__,
+        "events": sum(map(len, snapshot["device_traces"])),
+        "refused": refused,
+        "stats": dict(stats),
+    }
     print(json.dumps(line), flush=True)
     os._exit(0)
 
@@ -101,7 +123,7 @@ def churn(torch, rng, steps, streams=3, empty=0.004, each=lambda step: None):
             except torch.OutOfMemoryError:
                 refused += 1
                 rng.shuffle(live)
-                del live[len(live) // 2:]
+                del live[len(live) // 2 :]
         elif dice < 0.94:
             live.pop(rng.randrange(len(live)))
         elif dice < 0.98:
@@ -115,16 +137,18 @@ def churn(torch, rng, steps, streams=3, empty=0.004, each=lambda step: None):
             torch.cuda.empty_cache()
         if step % 400 == 399:
             rng.shuffle(live)
-            del live[len(live) // 4:]
+            del live[len(live) // 4 :]
     return refused
 
 
 def toggle(torch, rng, steps):
     """Expandable segments switched on and off under way."""
+
     def each(step):
         if step % 150 == 149:
             value = "True" if step // 150 % 2 == 0 else "False"
             torch._C._accelerator_setAllocatorSettings(f"expandable_segments:{value}")
+
     return churn(torch, rng, steps, each=each)
 
 
@@ -198,10 +222,13 @@ def pools(torch, rng, steps):
 def threads(torch, rng, steps):
     """Several threads on streams of their own."""
     import threading
+
     rngs = [random.Random(rng.random()) for _ in range(3)]
+
     def work(rng):
         with torch.cuda.stream(torch.cuda.Stream()):
             churn(torch, rng, steps // 3)
+
     workers = [threading.Thread(target=work, args=(rng,)) for rng in rngs]
     for worker in workers:
         worker.start()
@@ -224,7 +251,10 @@ if __name__ == "__main__":
             if done.returncode == 0 and done.stdout.startswith("{"):
                 file.write(done.stdout)
                 line = json.loads(done.stdout)
-                print(f"{name}: {line['events']} events, {line['refused']} refused,"
-                      f" {line['stats']['num_alloc_retries']} retries", file=sys.stderr)
+                print(
+                    f"{name}: {line['events']} events, {line['refused']} refused,"
+                    f" {line['stats']['num_alloc_retries']} retries",
+                    file=sys.stderr,
+                )
             else:
                 print(f"{name}: failed: {done.stderr.strip().splitlines()[-3:]}", file=sys.stderr)

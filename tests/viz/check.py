@@ -98,6 +98,7 @@ def convert(cushion, source, target):
 
 def reports(viz, path):
     """What PyTorch's tools say about a snapshot."""
+
     def fresh():
         with open(path, "rb") as file:
             data = pickle.load(file)

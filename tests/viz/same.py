@@ -13,8 +13,16 @@ import sys
 
 # What Cushion does not keep, or writes itself.
 NOT_KEPT = {
-    "external_annotations", "host_segments", "host_traces", "forward_frames", "compile_context",
-    "user_metadata", "internal_metadata", "fx_node_op", "fx_node_name", "fx_node_target",
+    "external_annotations",
+    "host_segments",
+    "host_traces",
+    "forward_frames",
+    "compile_context",
+    "user_metadata",
+    "internal_metadata",
+    "fx_node_op",
+    "fx_node_name",
+    "fx_node_target",
     "fx_original_trace",
 }
 # What PyTorch 2.11 writes, whether or not the original has it.
