@@ -225,7 +225,7 @@ def _raise_children(descriptor: int) -> dict[str, Any] | None:
     import torch
 
     # PyTorch 2.3 stops for good if two threads are the first to give it arguments.
-    torch.empty(1)
+    torch.empty(1, dtype=torch.uint8, device="cpu")
     # Otherwise every child copies what its collector visits.
     gc.collect()
     gc.freeze()
