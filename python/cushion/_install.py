@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import atexit
-import logging
 import os
 import re
-import sys
 import threading
+import warnings
 from typing import Any, Literal
 
-from . import _cushion, _limits, _patches
+from . import _cushion, _limits, _log, _patches
 
 OLDEST_TORCH = (2, 3)
-
-logger = logging.getLogger("cushion")
 
 _lock = threading.Lock()
 _plugin: Any = None
@@ -37,21 +34,21 @@ def install(
 
     :param policy: how memory is laid out: "segments", as PyTorch's classic allocator does it, or
         "expandable", as its expandable segments
-    :param enable_logging: whether messages go to standard error; Python's logger `cushion` has them anyway
+    :param enable_logging: whether what was installed, and every allocation that is refused, is said on standard
+        error, through Python's logger `cushion`
     :param conf: options as `key:value,key:value`, in the syntax of `PYTORCH_CUDA_ALLOC_CONF`
     :raises InstallError: if CUDA was used already, or PyTorch is missing, too old or without CUDA
     :raises ValueError: if a setting is no good
     """
     settings = _cushion.gather_settings(dict(os.environ), policy, conf, enable_logging)
-    if settings.log:
-        _log_to_stderr()
     with _lock:
         if _plugin is None:
             _take_over(settings)
         else:
             _cushion.start(settings)
+        _log.enable(settings.log)
     options = settings.conf or "no other options"
-    logger.info("cushion %s installed: policy %s, %s", _cushion.__version__, settings.policy, options)
+    _log.logger.info("cushion %s installed: policy %s, %s", _cushion.__version__, settings.policy, options)
 
 
 def is_installed() -> bool:
@@ -62,12 +59,12 @@ def is_installed() -> bool:
 def _take_over(settings: _cushion.Settings) -> None:
     global _plugin
     torch = _usable_torch()
-    _keep_backend_from_torch(settings)
     plugin = torch.cuda.memory.CUDAPluggableAllocator(_cushion.__file__, "cushion_alloc", "cushion_free")
     inner = plugin.allocator()
     for setter, address in _cushion.hooks().items():
         getattr(inner, setter)(address)
     raised = _cushion.start(settings)
+    _keep_backend_from_torch(settings)
     try:
         torch.cuda.memory.change_current_allocator(plugin)
     except RuntimeError as error:
@@ -75,13 +72,13 @@ def _take_over(settings: _cushion.Settings) -> None:
             f"PyTorch does not let Cushion in: {error}. Another allocator was installed in this process "
             "before; only one can be, and the first stays."
         ) from error
+    # From here on there is no way back.
+    _plugin = plugin
+    atexit.register(_cushion.stop)
     _patches.apply(torch)
     _limits.apply(torch)
-    _cushion.observe_refusals(_log_refusal)
-    atexit.register(_cushion.stop)
-    _plugin = plugin
     if raised != "torch.OutOfMemoryError":
-        logger.warning("this PyTorch (%s) gets a %s when memory runs out", torch.__version__, raised)
+        warnings.warn(f"PyTorch {torch.__version__} gets a {raised} when memory runs out", stacklevel=3)
 
 
 def _usable_torch() -> Any:
@@ -115,24 +112,3 @@ def _keep_backend_from_torch(settings: _cushion.Settings) -> None:
         name, conf = settings.torch_variable
         if os.environ.get(name) != conf:
             os.environ[name] = conf
-
-
-def _log_to_stderr() -> None:
-    if not any(getattr(handler, "is_cushions", False) for handler in logger.handlers):
-        handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(logging.Formatter("cushion: %(message)s"))
-        handler.is_cushions = True  # type: ignore[attr-defined]
-        logger.addHandler(handler)
-        logger.setLevel(logging.INFO)
-        logger.propagate = False
-
-
-def _log_refusal(device: int, wanted: int, limit: int, free: int) -> None:
-    mib = 1 << 20
-    logger.warning(
-        "GPU %d: refused an allocation of %.2f MiB (free on the GPU: %.2f MiB; this process may hold %.2f MiB)",
-        device,
-        wanted / mib,
-        free / mib,
-        limit / mib,
-    )

@@ -32,7 +32,6 @@ def apply(torch: Any) -> None:
         "_accelerator_resetPeakStats": _cushion.reset_peak_memory_stats,
         "_accelerator_emptyCache": _cushion.empty_cache,
         "_accelerator_isAllocatorInitialized": torch.cuda.is_initialized,
-        "_accelerator_getMemoryInfo": torch.cuda.mem_get_info,
     }
     for name, replacement in replacements.items():
         if hasattr(torch._C, name):
@@ -68,7 +67,7 @@ def _record_memory_history(
 ) -> None:
     global _history_is_on
     if stacks not in ("python", "all"):
-        raise ValueError(f"stacks is '{stacks}', expected 'python' or 'all'")
+        raise RuntimeError(f"stacks is '{stacks}', expected 'python' or 'all'")
     if not record_cuda:
         enabled = None
     _cushion.record_memory_history(enabled, context, max_entries, clear_history, list(skip_actions))
@@ -87,7 +86,7 @@ def _record_memory_history_legacy(
     skip_actions: Sequence[str] = (),
     *others: Any,
 ) -> None:
-    context = "all" if trace_alloc_record_context else "state" if record_context else None
+    context = "alloc" if trace_alloc_record_context else "state" if record_context else None
     _record_memory_history(
         "all" if enabled else None,
         context,

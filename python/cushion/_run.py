@@ -39,8 +39,8 @@ def main(arguments: list[str]) -> int:
     ):
         if value:
             environment[name] = value
-    here = str(Path(__file__).parent.parent)
-    path = [SITE, *filter(None, [os.environ.get("PYTHONPATH")]), here]
+    environment["CUSHION_FOUND_IN"] = str(Path(__file__).parent.parent)
+    path = [SITE, *filter(None, [os.environ.get("PYTHONPATH")])]
     environment["PYTHONPATH"] = os.pathsep.join(path)
     _start(_command(asked.module, asked.program, parser), environment)
 

@@ -8,6 +8,7 @@ import unittest
 from pathlib import Path
 
 import support
+
 from cushion import _cushion
 
 TRACE = str(support.TRACES / "stream_offload.pickle.gz")

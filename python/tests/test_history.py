@@ -10,7 +10,7 @@ import unittest
 from typing import Any
 
 import support
-from support import GIB, MIB, TorchCase
+from support import GIB, MIB, TorchCase, process
 
 
 def line() -> int:

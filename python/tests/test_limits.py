@@ -7,7 +7,7 @@ import unittest
 from collections.abc import Iterator
 from typing import Any
 
-from support import MIB, TorchCase
+from support import MIB, TorchCase, process
 
 
 class Limits(TorchCase):
@@ -51,8 +51,9 @@ class Limits(TorchCase):
         self.works(torch)
 
     def test_cudnn_benchmark_before(self) -> None:
-        import cushion
         import torch
+
+        import cushion
 
         torch.backends.cudnn.benchmark = True
         with self.assertRaises(cushion.InstallError) as raised:

@@ -7,8 +7,9 @@ import inspect
 import unittest
 from pathlib import Path
 
-import cushion
 import support
+
+import cushion
 from cushion import _cushion
 
 STUBS = Path(cushion.__file__).with_name("_cushion.pyi")
@@ -49,7 +50,7 @@ class Stubs(unittest.TestCase):
                 stubbed.add(node.name)
             elif isinstance(node, ast.AnnAssign):
                 stubbed.add(node.target.id)  # type: ignore[union-attr]
-        there = {name for name in dir(_cushion) if not name.startswith("__")} | {"__version__", "__file__"}
+        there = {name for name in dir(_cushion) if not name.startswith("__")} | {"__version__"}
         self.assertEqual(stubbed, there)
 
     def test_signatures_are_those_of_the_module(self) -> None:

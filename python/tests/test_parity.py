@@ -7,7 +7,7 @@ import unittest
 from typing import Any
 
 import support
-from support import GIB, Standin
+from support import GIB, MIB, Standin
 
 STEPS = 400
 # A program never has more than this live, so that neither allocator runs out: what happens then is not the

@@ -5,6 +5,7 @@ from __future__ import annotations
 import unittest
 
 import support  # noqa: F401
+
 from cushion import _cushion
 
 # Each option: a value that is not its default, and what it reads as in a conf string.

@@ -200,6 +200,21 @@ class Graphs(TorchCase):
         self.assertEqual(self.pools(torch)[tuple(graph.pool())], 40 * MIB)
         del inside, outside
 
+    def test_cuda_fails_in_a_capture(self) -> None:
+        """PyTorch's own question about the capture throws then, which may not come through Cushion."""
+        torch = self.install()
+        if self.policy is None:
+            self.skipTest("it is about Cushion")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            torch.empty(MIB, dtype=torch.uint8, device="cuda")
+            Standin().fail(1, 719)
+            try:
+                torch.empty(MIB, dtype=torch.uint8, device="cuda")
+            except RuntimeError as error:
+                self.assertIn("719", str(error))
+        self.assertGreater(torch.empty(MIB, dtype=torch.uint8, device="cuda").data_ptr(), 0)
+
     def test_nothing_is_queried_or_waited_for_in_a_capture(self) -> None:
         torch = self.install()
         standin, side = Standin(), torch.cuda.Stream()

@@ -4,6 +4,7 @@ forks, and the end of a program."""
 from __future__ import annotations
 
 import os
+import random
 import tempfile
 import textwrap
 import threading
@@ -28,8 +29,9 @@ class Installing(TorchCase):
         del kept
 
     def test_too_late(self) -> None:
-        import cushion
         import torch
+
+        import cushion
 
         kept = torch.empty(MIB, dtype=torch.uint8, device="cuda")
         with self.assertRaises(cushion.InstallError) as raised:
@@ -58,8 +60,9 @@ class Installing(TorchCase):
 
     @process(CUSHION_POLICY="expandable", CUSHION_MAX_SPLIT_SIZE_MB="64")
     def test_variables(self) -> None:
-        import cushion
         import torch
+
+        import cushion
 
         cushion.install()
         torch.empty(MIB, dtype=torch.uint8, device="cuda")
@@ -74,6 +77,23 @@ class Installing(TorchCase):
         raised = _cushion.start(_cushion.gather_settings({}))
         self.assertEqual(raised, "torch.OutOfMemoryError")
 
+    def test_a_second_install_replaces_the_settings(self) -> None:
+        import torch
+
+        import cushion
+        from cushion import _cushion
+
+        cushion.install(policy="expandable", conf="per_process_memory_fraction:0.5,max_split_size_mb:64")
+        kept = torch.empty(MIB, dtype=torch.uint8, device="cuda")
+        self.assertEqual(torch.cuda.get_per_process_memory_fraction(), 0.5)
+        cushion.install()
+        self.assertEqual(_cushion.conf(), "")
+        self.assertEqual(torch.cuda.get_per_process_memory_fraction(), 1.0)
+        self.assertEqual(torch.cuda.memory_stats()["max_split_size"], -1)
+        large = torch.empty(64 * MIB, dtype=torch.uint8, device="cuda")
+        kinds = [segment["is_expandable"] for segment in torch.cuda.memory_snapshot()]
+        self.assertEqual(sorted(kinds), [False, True])
+
 
 class Environment(TorchCase):
     """PyTorch reads its variable while it is loaded, so these start from scratch."""
@@ -81,8 +101,9 @@ class Environment(TorchCase):
     warm = False
 
     def assert_pinning_works(self) -> None:
-        import cushion
         import torch
+
+        import cushion
 
         cushion.install()
         kept = torch.empty(MIB, dtype=torch.uint8, device="cuda")
@@ -188,6 +209,16 @@ class Forking(TorchCase):
         self.assertEqual(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), 0)
         self.assertEqual(torch.cuda.memory_allocated(), 4 * MIB)
 
+    def test_a_child_made_before_cuda_was_used_may_use_it(self) -> None:
+        torch = self.install()
+        child = os.fork()
+        if child == 0:
+            kept = torch.empty(3 * MIB, dtype=torch.uint8, device="cuda")
+            os._exit(0 if torch.cuda.memory_allocated() == 3 * MIB else 1)
+        self.assertEqual(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), 0)
+        kept = torch.empty(MIB, dtype=torch.uint8, device="cuda")
+        self.assertEqual(torch.cuda.memory_allocated(), MIB)
+
 
 class Profiler(TorchCase):
     def test_sees_allocations(self) -> None:
@@ -268,60 +299,65 @@ class PythonsLock(TorchCase):
         torch.empty(1, device="cuda")
         self.while_blocked(self.CALL[self.policy], lambda: torch.empty(64 * MIB, dtype=torch.uint8, device="cuda"))
 
-    @process(timeout=30)
-    def test_with_the_lock_held(self) -> None:
-        """A call that keeps Python's lock, as ctypes.PyDLL does and some of PyTorch's do."""
+    def functions(self) -> tuple[Any, Any, Any]:
+        """Of the plug-in, called with Python's lock kept, as some of PyTorch's functions do."""
         import ctypes
 
         from cushion import _cushion
+
+        library = ctypes.PyDLL(_cushion.__file__)
+        alloc, free = library.cushion_alloc, library.cushion_free
+        alloc.restype, alloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
+        free.restype, free.argtypes = None, [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
+        return alloc, free, library.cushion_reset
+
+    @process(timeout=30)
+    def test_waiting_for_memory_with_the_lock_held(self) -> None:
+        torch = self.install()
+        alloc, free, reset = self.functions()
+        side = torch.cuda.Stream()
+        kept = torch.empty(600 * MIB, dtype=torch.uint8, device="cuda")
+        kept.record_stream(side)
+        Standin().launch(side.cuda_stream)
+        del kept
+        got: list[int] = []
+        self.while_blocked("cuEventSynchronize", lambda: got.append(alloc(600 * MIB, 0, None)))
+        self.assertNotEqual(got, [None])
+        free(got[0], 600 * MIB, 0, None)
+        self.while_blocked(self.BACK[self.policy], reset)
+
+    @process(timeout=60)
+    def test_a_caller_with_a_lock_of_its_own(self) -> None:
+        """Whoever holds a mutex and Python's lock keeps both while nothing has to be waited for: another thread
+        that took Python's lock meanwhile, and waited for the mutex, would wait for ever."""
+        import ctypes
 
         torch = self.install()
         torch.empty(1, device="cuda")
-        library = ctypes.PyDLL(_cushion.__file__)
-        alloc = library.cushion_alloc
-        alloc.restype, alloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
-        got: list[int] = []
-        self.while_blocked(self.CALL[self.policy], lambda: got.append(alloc(64 * MIB, 0, None)))
-        free = library.cushion_free
-        free.restype, free.argtypes = None, [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
-        free(got[0], 64 * MIB, 0, None)
-        self.while_blocked(self.BACK[self.policy], library.cushion_reset)
+        alloc, free, reset = self.functions()
+        mutex = ctypes.create_string_buffer(64)
+        process = ctypes.PyDLL(None)
+        lock, unlock = process.pthread_mutex_lock, process.pthread_mutex_unlock
 
-    @process(timeout=30)
-    def test_a_free_with_the_lock_held_behind_a_thread_that_waits(self) -> None:
-        """The thread in the driver has the engine's lock; a free must wait for it without Python's."""
-        import ctypes
+        def work(seed: int) -> None:
+            dice = random.Random(seed)
+            for turn in range(300):
+                size = dice.randrange(1, 8 * MIB)
+                lock(mutex)
+                address = alloc(size, 0, None)
+                if turn % 2:
+                    free(address, size, 0, None)
+                unlock(mutex)
+                if not turn % 2:
+                    free(address, size, 0, None)
+                if turn % 50 == 0:
+                    reset()
 
-        from cushion import _cushion
-
-        torch = self.install()
-        kept = torch.empty(64 * MIB, dtype=torch.uint8, device="cuda")
-        standin = Standin()
-        standin.block(self.CALL[self.policy])
-        first = threading.Thread(target=lambda: torch.empty(32 * MIB, dtype=torch.uint8, device="cuda"))
-        first.start()
-        standin.await_blocked()
-        held = [kept]
-        del kept
-        free = ctypes.PyDLL(_cushion.__file__).cushion_free
-        free.restype, free.argtypes = None, [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
-        entered = threading.Event()
-
-        def drop() -> None:
-            entered.set()
-            # PyTorch gives the lock up for some frees; this one keeps it.
-            free(0x1234, 0, 0, None)
-            held.clear()
-
-        second = threading.Thread(target=drop)
-        second.start()
-        entered.wait()
-        # Whether or not it waits by now, Python's lock is to be had.
-        for _ in range(1000):
-            threading.Event().set()
-        standin.unblock()
-        first.join()
-        second.join()
+        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
         self.assertEqual(torch.cuda.memory_allocated(), 0)
 
     @process(timeout=30)

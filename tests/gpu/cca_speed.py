@@ -4,7 +4,7 @@
 
 MODE is native, expandable, async, pluggable (an allocator that does nothing: the cost of PyTorch's
 plug-in layer alone) or cushion (with a policy). Prints one JSON line, with nanoseconds per pair, for each
-line the least of four turns. Needs
+line the least of two turns. Needs
 nvcc and a C++ compiler; the first run builds a small extension, which takes a minute.
 """
 
@@ -21,7 +21,7 @@ import time
 from harness import MIB, require_gpu
 
 # How often each line is measured in one process.
-TURNS = 4
+TURNS = 2
 
 MODES = {
     "native": None,

@@ -98,12 +98,9 @@ impl<D: Driver> Engine<D> {
     /// Runs `f` with the lock held. If another thread panicked while it held the lock, what it was
     /// doing may be half done; later calls go on all the same, rather than lose every allocation.
     fn locked<T>(&self, f: impl FnOnce(Locked<'_, D>) -> T) -> T {
-        self.with(&mut self.lock(), f)
-    }
-
-    fn with<T>(&self, state: &mut State, f: impl FnOnce(Locked<'_, D>) -> T) -> T {
+        let mut state = self.lock();
         f(Locked {
-            state,
+            state: &mut state,
             driver: &self.driver,
             clock: &*self.clock,
             counters: &self.counters,
@@ -115,22 +112,16 @@ impl<D: Driver> Engine<D> {
     /// The lock. It is kept for less time than it takes to put a thread to sleep and to wake it, unless
     /// the driver is being asked: so look again for a moment before waiting.
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.lock_in_a_moment()
-            .unwrap_or_else(|| self.state.lock().unwrap_or_else(PoisonError::into_inner))
-    }
-
-    /// The lock, unless another thread keeps it for longer than a few hits take.
-    fn lock_in_a_moment(&self) -> Option<MutexGuard<'_, State>> {
         const LOOKS: u32 = 60;
         const PAUSES: u32 = 10;
         for _ in 0..LOOKS {
             match self.state.try_lock() {
-                Ok(guard) => return Some(guard),
-                Err(TryLockError::Poisoned(poisoned)) => return Some(poisoned.into_inner()),
+                Ok(guard) => return guard,
+                Err(TryLockError::Poisoned(poisoned)) => return poisoned.into_inner(),
                 Err(TryLockError::WouldBlock) => (0..PAUSES).for_each(|_| std::hint::spin_loop()),
             }
         }
-        None
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     // ---- memory ----
@@ -154,15 +145,18 @@ impl<D: Driver> Engine<D> {
         self.locked(|mut engine| engine.alloc(bytes, stream, context))
     }
 
-    /// As [`alloc_for`](Self::alloc_for), but without a wait: `None` where it would take a driver
-    /// call, or where another thread keeps the lock for longer than a moment.
-    #[must_use]
-    pub fn try_alloc_for(&self, bytes: u64, stream: StreamId, context: Context) -> Option<u64> {
+    /// As [`alloc_for`](Self::alloc_for), but `None` where it would have to wait for other work or give
+    /// memory back first: for a caller that holds something others need meanwhile.
+    pub fn alloc_at_once_for(
+        &self,
+        bytes: u64,
+        stream: StreamId,
+        context: Context,
+    ) -> Result<Option<u64>, AllocError> {
         if bytes == 0 {
-            return Some(0);
+            return Ok(Some(0));
         }
-        let mut state = self.lock_in_a_moment()?;
-        self.with(&mut state, |mut engine| engine.alloc_cached(bytes, stream, context))
+        self.locked(|mut engine| engine.alloc_at_once(bytes, stream, context))
     }
 
     /// Gives back what [`alloc`](Self::alloc) gave. The memory is reused on its own stream at once,
@@ -177,19 +171,6 @@ impl<D: Driver> Engine<D> {
             return Ok(());
         }
         self.locked(|mut engine| engine.free(address, context))
-    }
-
-    /// As [`free_for`](Self::free_for), but without a wait: `None` where other streams used the
-    /// memory, or where another thread keeps the lock for longer than a moment; then nothing happened.
-    #[must_use]
-    pub fn try_free_for(&self, address: u64, context: Context) -> Option<Result<(), AddressError>> {
-        let mut state = self.lock_in_a_moment()?;
-        let used_elsewhere =
-            state.live.get(&address).is_some_and(|&id| state.blocks[id].uses.is_some());
-        if used_elsewhere {
-            return None;
-        }
-        Some(self.with(&mut state, |mut engine| engine.free(address, context)))
     }
 
     /// Notes that work on `stream` uses the allocation at `address`.
@@ -336,16 +317,26 @@ impl<D: Driver> Engine<D> {
     /// are not ours.
     pub fn configure(&self, conf: &str) -> Result<Vec<NotOurs>, OptionsError> {
         let mut state = self.lock();
-        let fraction = state.options.per_process_memory_fraction;
-        let asked = Policy::of(&state.options);
-        let not_ours = state.options.apply(conf)?;
-        // A policy that was set otherwise stays, unless the conf string asks for another.
-        if Policy::of(&state.options) != asked {
-            state.policy = Policy::of(&state.options);
-        }
+        let mut options = state.options.clone();
+        let not_ours = options.apply(conf)?;
+        self.adopt(&mut state, options);
+        Ok(not_ours)
+    }
+
+    /// Replaces all options.
+    pub fn set_options(&self, options: Options) {
+        self.adopt(&mut self.lock(), options);
+    }
+
+    fn adopt(&self, state: &mut State, options: Options) {
+        let before = std::mem::replace(&mut state.options, options);
         let options = &state.options;
-        self.counters.max_split_size.set(options.max_split_size.unwrap_or(u64::MAX));
+        // A policy that was set otherwise stays, unless the options ask for another.
+        if Policy::of(options) != Policy::of(&before) {
+            state.policy = Policy::of(options);
+        }
         let most = options.max_split_size.unwrap_or(u64::MAX);
+        self.counters.max_split_size.set(most);
         let oversize = |size: u64| size >= most;
         let (allocations, segments) = (
             state.live.values().filter(|&&id| oversize(state.blocks[id].size)).count(),
@@ -353,10 +344,10 @@ impl<D: Driver> Engine<D> {
         );
         self.counters.oversize_allocations.set_current(allocations as u64);
         self.counters.oversize_segments.set_current(segments as u64);
-        if fraction.to_bits() != options.per_process_memory_fraction.to_bits() {
-            state.limit = limit_of(options.per_process_memory_fraction, self.device.total);
+        let fraction = options.per_process_memory_fraction;
+        if fraction.to_bits() != before.per_process_memory_fraction.to_bits() {
+            state.limit = limit_of(fraction, self.device.total);
         }
-        Ok(not_ours)
     }
 
     /// The options in force.

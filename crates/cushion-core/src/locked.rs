@@ -77,6 +77,50 @@ impl<D: Driver> Locked<'_, D> {
         stream: StreamId,
         context: Context,
     ) -> Result<u64, AllocError> {
+        let request = self.begin(requested, stream, context)?;
+        let policy = self.state.policy;
+        let found = match self.search(&request, policy) {
+            Some(block) => self.hit(block, policy),
+            None => {
+                let found = self.climb(&request, policy, context)?;
+                self.counters.misses.add(1);
+                found
+            }
+        };
+        Ok(self.hand_out(found, &request, context))
+    }
+
+    /// As [`alloc`](Self::alloc), but `None` where more is needed than a free block or one question to the
+    /// driver.
+    pub(crate) fn alloc_at_once(
+        &mut self,
+        requested: u64,
+        stream: StreamId,
+        context: Context,
+    ) -> Result<Option<u64>, AllocError> {
+        let request = self.begin(requested, stream, context)?;
+        let policy = self.state.policy;
+        let found = if let Some(block) = self.choose(&request, policy) {
+            self.count_search(&request);
+            self.hit(block, policy)
+        } else if self.is_collecting_garbage() {
+            // Memory may have to be given back before the driver is asked.
+            return Ok(None);
+        } else {
+            let Some(block) = self.ask_driver(&request, policy, context)? else { return Ok(None) };
+            self.counters.misses.add(1);
+            Found { block, policy }
+        };
+        Ok(Some(self.hand_out(found, &request, context)))
+    }
+
+    /// The request, if it can ever fit. Frees that other streams are done with are completed first.
+    fn begin(
+        &mut self,
+        requested: u64,
+        stream: StreamId,
+        context: Context,
+    ) -> Result<Request, AllocError> {
         let request = self.request(requested, stream);
         if request.wanted > self.device.total {
             return Err(self.refuse(&request, context, Vec::new()));
@@ -89,40 +133,12 @@ impl<D: Driver> Locked<'_, D> {
         } else if !self.state.pending.is_empty() {
             self.process_events()?;
         }
-        let policy = self.state.policy;
-        let found = match self.search(&request, policy) {
-            Some(block) => {
-                self.counters.hits.add(1);
-                Found { block, policy }
-            }
-            None => {
-                let found = self.climb(&request, policy, context)?;
-                self.counters.misses.add(1);
-                found
-            }
-        };
-        Ok(self.hand_out(found, &request, context))
+        Ok(request)
     }
 
-    /// As [`alloc`](Self::alloc), but only where a free block serves the request and nothing is
-    /// pending, so that no driver call is made: for callers that may not wait.
-    pub(crate) fn alloc_cached(
-        &mut self,
-        requested: u64,
-        stream: StreamId,
-        context: Context,
-    ) -> Option<u64> {
-        if self.is_recording() || !self.state.pending.is_empty() {
-            return None;
-        }
-        let request = self.request(requested, stream);
-        let policy = self.state.policy;
-        let block = self.choose(&request, policy)?;
-        if self.is_collecting_garbage() {
-            self.state.pools[request.pool].searches += 1;
-        }
+    fn hit(&self, block: BlockId, policy: Policy) -> Found {
         self.counters.hits.add(1);
-        Some(self.hand_out(Found { block, policy }, &request, context))
+        Found { block, policy }
     }
 
     /// Sizes and pool of a request; sizes that overflow are the largest there are.
@@ -143,10 +159,14 @@ impl<D: Driver> Locked<'_, D> {
 
     /// The free block that serves a request, still in its lane.
     pub(crate) fn search(&mut self, request: &Request, policy: Policy) -> Option<BlockId> {
+        self.count_search(request);
+        self.choose(request, policy)
+    }
+
+    fn count_search(&mut self, request: &Request) {
         if self.is_collecting_garbage() {
             self.state.pools[request.pool].searches += 1;
         }
-        self.choose(request, policy)
     }
 
     fn choose(&self, request: &Request, policy: Policy) -> Option<BlockId> {

@@ -7,7 +7,9 @@ mod tests {
 
     use cushion_core::driver::{Call, FailWhen, Fault};
     use cushion_core::size::{GIB, KIB, MIB};
-    use cushion_core::{AddressError, AllocError, BlockUse, Context, PoolError, PoolId};
+    use cushion_core::{
+        AddressError, AllocError, BlockUse, Context, Options, Policy, PoolError, PoolId,
+    };
 
     use crate::common::*;
 
@@ -246,29 +248,49 @@ mod tests {
     }
 
     #[test]
-    fn calls_that_may_not_wait_do_what_takes_no_driver_call() {
+    fn at_once_means_without_waiting_or_giving_back() {
         for conf in POLICIES {
             let gpu = gpu(100, conf);
-            assert_eq!(gpu.try_alloc_for(0, S0, Context::NONE), Some(0));
-            assert_eq!(gpu.try_alloc_for(MIB, S0, Context::NONE), None, "nothing is cached yet");
-            let address = take(&gpu, MIB, S0);
-            assert_eq!(gpu.try_free_for(address, Context::NONE), Some(Ok(())));
-            assert_eq!(gpu.try_alloc_for(MIB, S0, Context(7)), Some(address));
-            assert_eq!(gpu.context_of(address), Some(Context(7)));
-            let (base, size) = gpu.base_of(address).unwrap();
-            assert!(base <= address && address + MIB <= base + size, "{conf}");
-            let unknown = AddressError::Unknown { address: 1 };
-            assert_eq!(gpu.try_free_for(1, Context::NONE), Some(Err(unknown)));
+            let at_once = |bytes| gpu.alloc_at_once_for(bytes, S0, Context(7)).unwrap();
+            assert_eq!(at_once(0), Some(0));
+            let first = at_once(60 * MIB).expect("the driver has it");
+            assert_eq!(gpu.context_of(first), Some(Context(7)));
+            let (base, size) = gpu.base_of(first).unwrap();
+            assert!(base <= first && first + 60 * MIB <= base + size, "{conf}");
+            gpu.free(first).unwrap();
+            assert_eq!(at_once(60 * MIB), Some(first), "a free block");
+            gpu.free(first).unwrap();
 
-            gpu.record_stream(address, S1).unwrap();
-            gpu.driver().launch(S1);
-            assert_eq!(gpu.try_free_for(address, Context::NONE), None, "it takes an event");
-            gpu.free(address).unwrap();
-            assert_eq!(gpu.try_alloc_for(MIB, S0, Context::NONE), None, "an event is to be asked");
-            gpu.driver().finish(S1);
-            assert_eq!(take(&gpu, MIB, S0), address);
+            let calls = gpu.driver().counts();
+            assert_eq!(gpu.alloc_at_once_for(80 * MIB, S1, Context::NONE).unwrap(), None);
+            let (before, after) = (calls, gpu.driver().counts());
+            for call in [Call::Free, Call::Unmap, Call::StreamSynchronize, Call::EventSynchronize] {
+                assert_eq!(before.of(call), after.of(call), "{conf}: {call}");
+            }
+            assert_eq!(gpu.stats().num_ooms, 0, "it was not refused yet");
+            take(&gpu, 80 * MIB, S1);
+            never_fits(gpu.alloc_at_once_for(200 * MIB, S0, Context::NONE).map(|_| 0));
             gpu.check_invariants().unwrap();
         }
+        // Garbage is collected before the driver is asked, and that may wait.
+        let gpu = gpu(100, "garbage_collection_threshold:0.1,per_process_memory_fraction:0.9");
+        assert_eq!(gpu.alloc_at_once_for(MIB, S0, Context::NONE).unwrap(), None);
+        let address = take(&gpu, MIB, S0);
+        gpu.free(address).unwrap();
+        assert_eq!(gpu.alloc_at_once_for(MIB, S0, Context::NONE).unwrap(), Some(address));
+    }
+
+    #[test]
+    fn options_are_replaced_as_a_whole() {
+        let gpu = gpu(
+            100,
+            "expandable_segments:True,per_process_memory_fraction:0.5,max_split_size_mb:30",
+        );
+        assert_eq!((gpu.policy(), gpu.memory_fraction()), (Policy::Expandable, 0.5));
+        gpu.set_options(Options::default());
+        assert_eq!((gpu.policy(), gpu.memory_fraction()), (Policy::Segments, 1.0));
+        assert_eq!(gpu.options(), Options::default());
+        assert_eq!(gpu.stats().max_split_size, u64::MAX);
     }
 
     // ---- streams ----

@@ -308,7 +308,7 @@ impl Api {
     // Events are pointers to CUDA, which need not check them: the driver passes only those that it
     // created and did not destroy. Streams and nodes belong to the program, and nothing can tell a
     // good one from a bad one; the contract of `Driver` asks for those CUDA gave. A stream that was
-    // destroyed since is answered with an error.
+    // destroyed since may be answered with an error.
 
     pub(crate) fn event_create(&self) -> CallResult<EventId> {
         let flags = crate::sys::EVENT_DISABLE_TIMING;

@@ -124,7 +124,7 @@ pub unsafe extern "C-unwind" fn cushion_begin_allocate_to_pool(
 ) {
     or_throw(guarded(|| {
         // SAFETY: the caller answers for the pointer, and keeps the function until we return.
-        let filter = unsafe { function::filter(filter) };
+        let filter = unsafe { function::filter(device.into(), filter) };
         plugin::begin_pool(device.into(), pool.into(), filter)
     }));
 }

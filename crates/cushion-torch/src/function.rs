@@ -6,7 +6,8 @@
 
 use std::ffi::{c_int, c_void};
 
-use cushion::core::{StreamFilter, StreamId};
+use cushion::core::{Driver as _, StreamFilter, StreamId};
+use cushion::devices;
 
 /// Where libstdc++ keeps what the function has captured, or a pointer to it.
 type Captured = [u64; 2];
@@ -57,13 +58,13 @@ impl Drop for OwnedFunction {
     }
 }
 
-/// A filter that asks a copy of `function`; an empty function accepts every stream.
+/// A filter for a pool of `device` that asks a copy of `function`; an empty function accepts every stream.
 ///
 /// # Safety
 ///
 /// `function` points to a `std::function<bool(cudaStream_t)>` of libstdc++ that nobody changes meanwhile,
 /// or is null.
-pub(crate) unsafe fn filter(function: *const StdFunction) -> StreamFilter {
+pub(crate) unsafe fn filter(device: i64, function: *const StdFunction) -> StreamFilter {
     // SAFETY: the caller answers for the pointer.
     let Some(function) = (unsafe { function.as_ref() }) else { return Box::new(|_| true) };
     let Some(invoker) = function.invoker else { return Box::new(|_| true) };
@@ -76,7 +77,13 @@ pub(crate) unsafe fn filter(function: *const StdFunction) -> StreamFilter {
     }
     // Boxed at once: what is captured must not move while it is called.
     let owned = Box::new(owned);
-    Box::new(move |stream| owned.accepts(stream))
+    Box::new(move |stream| can_be_asked(device, stream) && owned.accepts(stream))
+}
+
+/// PyTorch's function asks CUDA whether the stream is being captured, and throws if CUDA fails. No exception may
+/// come through here, so CUDA is asked first: a device that is broken has no captures.
+fn can_be_asked(device: i64, stream: StreamId) -> bool {
+    devices().get(device).is_some_and(|engine| engine.driver().capture(stream).is_ok())
 }
 
 fn address_of(stream: StreamId) -> usize {

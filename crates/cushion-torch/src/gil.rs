@@ -1,12 +1,15 @@
 //! Python's global lock, from inside an allocator.
 //!
-//! PyTorch calls with the lock held or without it. A thread that waits in here with the lock held keeps
-//! others from freeing memory, so it gives the lock up first. Whether it holds the lock is asked of
-//! `PyGILState_Check`, which is outside the stable interface and so is looked up at run time.
+//! PyTorch calls with the lock held or without it. A thread that has to wait for memory with the lock held
+//! would keep others from freeing some, so it gives the lock up first. It does so for nothing less: a caller may
+//! hold a mutex of its own besides, and whoever takes the lock meanwhile may want that mutex.
+//!
+//! Whether a thread holds the lock is asked by comparing its own state with the current one, for which the
+//! function is outside the stable interface and so is looked up at run time. (`PyGILState_Check` says yes to every
+//! thread once there was a second interpreter.)
 //!
 //! Once the interpreter begins to shut down ([`stop`]) nothing here touches it any more.
 
-use std::ffi::c_int;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -15,7 +18,7 @@ use pyo3::ffi::{self, PyThreadState};
 
 use crate::symbols::Loaded;
 
-type Check = unsafe extern "C" fn() -> c_int;
+type CurrentState = unsafe extern "C" fn() -> *mut PyThreadState;
 
 static STOPPED: AtomicBool = AtomicBool::new(false);
 
@@ -31,14 +34,18 @@ pub(crate) fn is_running() -> bool {
 
 /// Whether this thread holds the lock.
 pub(crate) fn is_held() -> bool {
-    static CHECK: OnceLock<Option<Check>> = OnceLock::new();
-    // SAFETY: the interpreter defines it with this type.
-    let find = || unsafe { Loaded::process().function(c"PyGILState_Check") };
-    match CHECK.get_or_init(find) {
-        // SAFETY: it has no precondition, and the interpreter is not shutting down.
-        Some(check) if is_running() => unsafe { check() != 0 },
-        _ => false,
-    }
+    static CURRENT: OnceLock<Option<CurrentState>> = OnceLock::new();
+    let find = || {
+        let process = Loaded::process();
+        let names = [c"PyThreadState_GetUnchecked", c"_PyThreadState_UncheckedGet"];
+        // SAFETY: the interpreter defines both with this type, the second up to 3.12.
+        names.into_iter().find_map(|name| unsafe { process.function(name) })
+    };
+    let Some(current) = CURRENT.get_or_init(find).filter(|_| is_running()) else { return false };
+    // SAFETY: it has no precondition; without a state of its own, a thread gets null.
+    let own = unsafe { ffi::PyGILState_GetThisThreadState() };
+    // SAFETY: it has no precondition; the state is only compared.
+    !own.is_null() && own == unsafe { current() }
 }
 
 /// Runs `f` with the lock, whoever gave it up before.
@@ -67,7 +74,7 @@ pub(crate) struct Released(*mut PyThreadState);
 
 /// Gives the lock up if this thread holds it.
 pub(crate) fn release() -> Option<Released> {
-    // SAFETY: this thread holds the lock, so it has a thread state to save.
+    // SAFETY: this thread holds the lock, with its own state, which is saved.
     is_held().then(|| Released(unsafe { ffi::PyEval_SaveThread() }))
 }
 

@@ -91,10 +91,10 @@ mod _cushion {
 
     /// Makes `settings` those of every device. Returns the name of what is raised when memory runs out.
     #[pyfunction]
-    fn start(settings: &PySettings) -> &'static str {
+    fn start(py: Python<'_>, settings: &PySettings) -> &'static str {
         fork::watch();
         profiler::start();
-        devices().set_options(&settings.settings.options);
+        py.detach(|| devices().set_options(&settings.settings.options));
         throw::out_of_memory_name()
     }
 
@@ -238,13 +238,13 @@ mod _cushion {
             Some("all") => max_entries.max(1),
             Some(other) => {
                 let text = format!("enabled is '{other}', expected None, 'state' or 'all'");
-                return Err(PyValueError::new_err(text));
+                return Err(PyRuntimeError::new_err(text));
             }
         };
         let level = Level::named(context).ok_or_else(|| {
             let context = context.unwrap_or_default();
             let text = format!("context is '{context}', expected None, 'state', 'alloc' or 'all'");
-            PyValueError::new_err(text)
+            PyRuntimeError::new_err(text)
         })?;
         let is_skipped = |action: &Action| skip_actions.iter().any(|name| name == action.name());
         let skip = Action::ALL.into_iter().filter(is_skipped).collect();
@@ -301,6 +301,6 @@ mod _cushion {
         if usize::try_from(device).is_ok_and(|device| device < count) {
             return Ok(devices().get(device));
         }
-        Err(PyValueError::new_err(format!("no device {device}: there are {count}")))
+        Err(PyRuntimeError::new_err(format!("no device {device}: there are {count}")))
     }
 }

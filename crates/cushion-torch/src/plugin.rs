@@ -1,7 +1,6 @@
 //! The allocator behind the entry points: what PyTorch asks, in terms of the engine.
 //!
-//! Nothing here throws or panics across a border: `abi.rs` turns what these functions return into what
-//! C++ expects.
+//! Failures are returned: `abi.rs` turns them into what C++ expects.
 
 use std::sync::atomic::{AtomicI64, Ordering};
 
@@ -31,8 +30,7 @@ pub(crate) fn alloc(bytes: u64, device: i64, stream: StreamId) -> Result<u64, Fa
     }
     let engine = engine(device)?;
     let context = recorder::context(Level::State);
-    let served = alloc_without_the_gil(engine, bytes, stream, context);
-    match served {
+    match serve(engine, bytes, stream, context) {
         Ok(address) => {
             report(engine, address, device, 1);
             Ok(address)
@@ -41,21 +39,20 @@ pub(crate) fn alloc(bytes: u64, device: i64, stream: StreamId) -> Result<u64, Fa
     }
 }
 
-/// A thread with Python's lock takes what is there at once, and otherwise gives the lock up before it
-/// waits.
-fn alloc_without_the_gil(
+/// A thread with Python's lock takes what can be had at once; before it waits for more it gives the lock up.
+fn serve(
     engine: &CudaEngine,
     bytes: u64,
     stream: StreamId,
     context: Context,
 ) -> Result<u64, AllocError> {
-    if gil::is_held() {
-        if let Some(address) = engine.try_alloc_for(bytes, stream, context) {
-            return Ok(address);
-        }
-        let _released = gil::release();
+    if !gil::is_held() {
         return engine.alloc_for(bytes, stream, context);
     }
+    if let Some(address) = engine.alloc_at_once_for(bytes, stream, context)? {
+        return Ok(address);
+    }
+    let _released = gil::release();
     engine.alloc_for(bytes, stream, context)
 }
 
@@ -68,21 +65,12 @@ pub(crate) fn free(address: u64, device: i64) {
     }
     report(engine, address, device, -1);
     let context = recorder::context(Level::All);
-    if gil::is_held() {
-        if engine.try_free_for(address, context).is_some() {
-            return;
-        }
-        let _released = gil::release();
-        let _ = engine.free_for(address, context);
-        return;
-    }
     let _ = engine.free_for(address, context);
 }
 
 /// Tells the profiler, if it records, of an allocation (`sign` 1) or a free (-1).
 fn report(engine: &CudaEngine, address: u64, device: i64, sign: i64) {
     let Some(profiler) = profiler::recording() else { return };
-    let _released = gil::release();
     let Some((size, _)) = engine.size_of(address) else { return };
     let stats = engine.stats();
     let freed = if sign < 0 { size } else { 0 };
@@ -93,7 +81,6 @@ fn report(engine: &CudaEngine, address: u64, device: i64, sign: i64) {
 
 /// Work on `stream` uses the allocation at `address`, which may be anybody's.
 pub(crate) fn record_stream(address: u64, stream: StreamId) -> Result<(), Failure> {
-    let _released = gil::release();
     for (_, engine) in devices().made() {
         match engine.record_stream(address, stream) {
             Ok(()) => return Ok(()),
@@ -122,33 +109,28 @@ pub(crate) fn empty_cache() -> Result<(), Failure> {
 
 /// Limits this process to a fraction of a device.
 pub(crate) fn set_memory_fraction(fraction: f64, device: i64) -> Result<(), Failure> {
-    let _released = gil::release();
     let set = engine(device)?.set_memory_fraction(fraction);
     set.map_err(|error| Failure::Other(format!("Cushion: {error}")))
 }
 
 /// Where the memory around an allocation begins, and its size.
 pub(crate) fn base_of(address: u64) -> Option<(u64, u64)> {
-    let _released = gil::release();
     devices().made().find_map(|(_, engine)| engine.base_of(address))
 }
 
 /// Allocations of the streams that `filter` accepts go to `pool` from now on.
 pub(crate) fn begin_pool(device: i64, pool: PoolId, filter: StreamFilter) -> Result<(), Failure> {
-    let _released = gil::release();
     engine(device)?.begin_allocate_to_pool(pool, filter).map_err(pool_failure)
 }
 
 /// Allocations go to `pool` no longer.
 pub(crate) fn end_pool(device: i64, pool: PoolId) -> Result<(), Failure> {
-    let _released = gil::release();
     engine(device)?.end_allocate_to_pool(pool).map_err(pool_failure)
 }
 
 /// A use of `pool` is over. Called from destructors, so it cannot fail: a pool that is not there is not
 /// used either.
 pub(crate) fn release_pool(device: i64, pool: PoolId) {
-    let _released = gil::release();
     if let Some(engine) = devices().get(device) {
         let _ = engine.release_pool(pool);
     }

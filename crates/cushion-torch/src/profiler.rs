@@ -1,7 +1,7 @@
 //! Reports to `torch.profiler(profile_memory=True)`, as PyTorch's own allocator makes them.
 //!
 //! The functions are looked up in libc10 when Cushion starts; without them the profiler sees no CUDA
-//! memory, and nothing else is lost.
+//! memory, and nothing else is lost. They do not throw: PyTorch's own allocator calls them from destructors.
 
 use std::ffi::c_void;
 use std::sync::OnceLock;

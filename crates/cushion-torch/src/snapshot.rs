@@ -20,9 +20,9 @@ pub(crate) fn snapshot(
 ) -> PyResult<Bound<'_, PyDict>> {
     let mut writer = Writer { py, frames: FxHashMap::default() };
     let segments = PyList::empty(py);
-    let traces = PyList::empty(py);
-    for _ in 0..plugin::device_count() {
-        traces.append(PyList::empty(py))?;
+    let mut traces = Vec::new();
+    if with_traces {
+        traces.resize_with(plugin::device_count(), || PyList::empty(py));
     }
     for (device, engine) in devices().made() {
         // Without Python's lock: the engine's own may be kept for a while.
@@ -39,7 +39,7 @@ pub(crate) fn snapshot(
                 segments.append(writer.segment(device, segment)?)?;
             }
         }
-        let trace = traces.get_item(device)?.cast_into::<PyList>()?;
+        let Some(trace) = traces.get(device) else { continue };
         for entry in &history {
             if only.is_none_or(|pool| pool == entry.pool) {
                 trace.append(writer.entry(entry)?)?;

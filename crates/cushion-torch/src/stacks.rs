@@ -53,11 +53,12 @@ pub(crate) fn gather() -> Option<StackId> {
     }
     gil::attach(|py| {
         // Taken, not borrowed: walking may collect garbage, which may free a tensor, which comes here.
-        let mut frames = FRAMES.take();
+        // A tensor that a thread frees at its very end finds none.
+        let mut frames = FRAMES.try_with(Cell::take).unwrap_or_default();
         frames.clear();
         walk(py, &mut frames);
         let id = if frames.is_empty() { None } else { keep(&frames) };
-        FRAMES.set(frames);
+        let _ = FRAMES.try_with(|kept| kept.set(frames));
         id
     })
 }

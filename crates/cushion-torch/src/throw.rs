@@ -4,11 +4,11 @@
 //! `c10::OutOfMemoryError` becomes `torch.OutOfMemoryError` in Python. It is built from symbols that
 //! PyTorch's libraries export, and which they are depends on its version:
 //!
-//! - from 2.15 on, the class's own constructor;
+//! - from 2.13 on, the class's own constructor;
 //! - before, the constructor of its base class `c10::Error`, after which the object is pointed at the
 //!   vtable of the derived class. The two classes have the same members.
 //!
-//! Wheels before 2.6 pass strings in the layout of the old C++ library ABI; the constructor's name tells.
+//! Wheels up to 2.6 pass strings in the layout of the old C++ library ABI; the constructor's name tells.
 //! Where nothing of this is exported, `std::runtime_error` is thrown, a `RuntimeError` in Python.
 //!
 //! Exceptions must not meet `catch_unwind`, which aborts on them: [`raise`] is called last, when no Rust

@@ -3,8 +3,8 @@
 //! A device that nobody asked for costs nothing: no context is made on it. What is set for all devices
 //! (options, history) reaches the engines there are and those made later.
 //!
-//! A child made by `fork` has no GPU: CUDA does not survive a fork, and a lock may have been held by a
-//! thread that does not exist in the child. There, [`Devices::abandon`] makes every engine unreachable.
+//! CUDA does not survive a fork, and a lock may have been held by a thread that does not exist in the child: after
+//! [`Devices::after_fork`] no engine of the parent's can be reached in it.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -25,6 +25,8 @@ pub const MAX_DEVICES: usize = 128;
 #[derive(Debug)]
 pub struct Devices {
     engines: [OnceLock<CudaEngine>; MAX_DEVICES],
+    /// Whether an engine was made, or begun to be made.
+    used: AtomicBool,
     abandoned: AtomicBool,
     plan: Mutex<Plan>,
 }
@@ -79,6 +81,7 @@ impl Devices {
         };
         Self {
             engines: [const { OnceLock::new() }; MAX_DEVICES],
+            used: AtomicBool::new(false),
             abandoned: AtomicBool::new(false),
             plan: Mutex::new(plan),
         }
@@ -112,6 +115,7 @@ impl Devices {
         if let Some(engine) = place.get() {
             return Ok(engine);
         }
+        self.used.store(true, Ordering::Relaxed);
         let driver = CudaDriver::new(index)?;
         let clock = plan.clock.get_or_insert_with(|| Arc::new(SystemClock::new()));
         let clock = Arc::clone(clock);
@@ -136,10 +140,8 @@ impl Devices {
     pub fn set_options(&self, options: &Options) {
         let Some(mut plan) = self.plan() else { return };
         plan.options = options.clone();
-        let conf = options.to_conf();
         for (_, engine) in self.made() {
-            // What was parsed once parses again.
-            let _ = engine.configure(&conf);
+            engine.set_options(options.clone());
         }
     }
 
@@ -174,13 +176,15 @@ impl Devices {
         }
     }
 
-    /// No engine can be reached from now on. For a child made by fork; does nothing but store a flag, so
-    /// that it may be called where only that is allowed.
-    pub fn abandon(&self) {
-        self.abandoned.store(true, Ordering::Relaxed);
+    /// This is a child made by fork: unless nothing was used yet, no engine can be reached from now on. Takes no
+    /// lock that is held and allocates nothing, so that it may be called where little else may.
+    pub fn after_fork(&self) {
+        if self.used.load(Ordering::Relaxed) || self.plan.try_lock().is_err() {
+            self.abandoned.store(true, Ordering::Relaxed);
+        }
     }
 
-    /// Whether this is a child made by fork.
+    /// Whether this is a child, made by fork, of a process that used CUDA.
     #[must_use]
     pub fn is_abandoned(&self) -> bool {
         self.abandoned.load(Ordering::Relaxed)

@@ -24,6 +24,8 @@ class _AfterTorch(importlib.abc.MetaPathFinder):
             # Only now: programs look for torch before they import it, and may try again after a failure.
             if self in sys.meta_path:
                 sys.meta_path.remove(self)
+                # Last, so that it hides nothing: where `cushion run` found the package, if this Python has it nowhere.
+                sys.path.append(os.environ["CUSHION_FOUND_IN"])
                 import cushion
 
                 cushion.install()

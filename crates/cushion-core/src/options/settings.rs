@@ -48,8 +48,8 @@ const LOG: SettingSpec = SettingSpec {
     variable: "CUSHION_LOG",
     default: "0",
     accepts: "`1` or `0`",
-    meaning: "Whether Cushion's messages go to standard error: what was installed, and every \
-              allocation that was refused. With or without it they go to Python's logger `cushion`.",
+    meaning: "Whether Cushion says on standard error, through Python's logger `cushion`, what was \
+              installed and every allocation that was refused.",
 };
 
 /// All settings, in the order in which they are shown.
