@@ -29,6 +29,9 @@ MODES = {
     "cushion expandable": ("cushion", "--policy", "expandable"),
 }
 
+# Which of PyTorch's a mode of Cushion's is compared with.
+TWINS = {"cushion segments": "native", "cushion expandable": "expandable"}
+
 # Groups that can be named together.
 TOGETHER = {"workloads": WORKLOADS}
 

@@ -156,18 +156,22 @@ class Verdicts(unittest.TestCase):
 
 
 class Tables(unittest.TestCase):
-    def test_median_over_rounds(self):
-        self.assertEqual(outcome.median_of([{"x": 3}, {"x": 100}, {"x": 1}, {}], "x"), 3)
-        self.assertIsNone(outcome.median_of([{}], "x"))
-
     def test_workloads(self):
         chosen, outcomes = gpt2()
         outcomes["gpt2_train native 1"].result["items_per_s"] = 1.0  # not the median
         rows = {row[1]: row for row in outcome.workloads_table(chosen, outcomes)}
-        self.assertEqual(rows["native"][2:7], ["3", "100.0", "", "", "1,000"])
-        self.assertEqual(rows["expandable"][3:6], ["80.0", "0.800", ""])
-        self.assertEqual(rows["cushion segments"][3:7], ["110.0", "1.100", "", "1,000 ="])
-        self.assertEqual(rows["cushion expandable"][3:7], ["100.0", "1.000", "1.250", "900 ="])
+        self.assertEqual(rows["native"][2:7], ["100.0", "1.0 … 100.0", "", "", "1,000"])
+        self.assertEqual(rows["expandable"][2:6], ["80.0", "80.0 … 80.0", "", ""])
+        self.assertEqual(rows["cushion segments"][4:7], ["1.100", "1.100", "1,000 ="])
+        self.assertEqual(rows["cushion expandable"][4:7], ["1.250", "1.250", "900 ="])
+
+    def test_speed_is_the_least_of_the_rounds(self):
+        group = groups.benches(2)[-1]
+        outcomes = {
+            job.key: Outcome("passed", result={"ns": {"pair 4K": 300.0 if job.key.endswith(" 1") else 200.0}})
+            for job in group.jobs
+        }
+        self.assertEqual(outcome.speed_table([group], outcomes)[1][1:5], ["200"] * 4)
 
     def test_speed(self):
         group = groups.benches(1)[-1]
@@ -236,7 +240,7 @@ class Pages(unittest.TestCase):
     def test_a_page_of_what_all_passed(self):
         chosen, outcomes = gpt2()
         text = outcome.page("bench", "2026-01-02", ABOUT, ["x"], chosen, outcomes)
-        self.assertIn("| gpt2_train | cushion segments | 3 | 110.0 | 1.100 |", text)
+        self.assertIn("| gpt2_train | cushion segments | 110.0 | 110.0 … 110.0 | 1.100 | 1.100 | 1,000 = |", text)
         self.assertIn("Every group passed.", text)
         self.assertNotIn("ns per pair", text)
 

@@ -24,8 +24,8 @@
 //! *Failure.* A call that fails has changed nothing. [`Fault::OutOfMemory`] says so only when it is
 //! certain that memory ran out; everything else is [`Fault::Failed`].
 //!
-//! *Capture.* While a stream is being captured, events may not be queried or waited for on it, and
-//! the caller keeps to calls that are legal then.
+//! *Capture.* While a stream of the device is being captured, nothing may be waited for, no event may be queried
+//! on that stream, and the caller keeps to calls that are legal then.
 
 mod checked;
 mod prices;

@@ -46,7 +46,6 @@ codes! {
     NOT_SUPPORTED = CUDA_ERROR_NOT_SUPPORTED;
     SYSTEM_DRIVER_MISMATCH = CUDA_ERROR_SYSTEM_DRIVER_MISMATCH;
     CAPTURE_IMPLICIT = CUDA_ERROR_STREAM_CAPTURE_IMPLICIT;
-    CAPTURE_UNSUPPORTED = CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
 }
 
 pub(crate) type CallResult<T> = Result<T, Code>;
@@ -341,11 +340,6 @@ impl Api {
     pub(crate) fn event_synchronize(&self, event: EventId) -> CallResult<()> {
         // SAFETY: a live event, as said above.
         check(unsafe { (self.cuEventSynchronize)(pointer(event.0)?) })
-    }
-
-    pub(crate) fn stream_synchronize(&self, stream: StreamId) -> CallResult<()> {
-        // SAFETY: a stream of the program, as said above.
-        check(unsafe { (self.cuStreamSynchronize)(pointer(stream.0)?) })
     }
 
     pub(crate) fn stream_context(&self, stream: StreamId) -> CallResult<ContextId> {

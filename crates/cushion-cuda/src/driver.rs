@@ -296,11 +296,10 @@ impl Driver for CudaDriver {
     fn stream_synchronize(&self, stream: StreamId) -> DriverResult<()> {
         // The engine asks before it gives back memory that a stream used, and by then the program may
         // have destroyed the stream: CUDA does not check such a handle, it crashes. Waiting for all work
-        // of the device needs none. Only a capture under way forbids that.
-        self.inside(Call::StreamSynchronize, |api| match api.synchronize() {
-            Err(Code::CAPTURE_UNSUPPORTED) => api.stream_synchronize(stream),
-            done => done,
-        })
+        // of the device needs no handle. It would break a capture under way, and the engine does not ask
+        // then.
+        let _ = stream;
+        self.inside(Call::StreamSynchronize, Api::synchronize)
     }
 
     fn capture(&self, stream: StreamId) -> DriverResult<Option<Capture>> {

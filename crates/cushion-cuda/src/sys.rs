@@ -103,7 +103,6 @@ functions! {
     cuEventRecord(CUevent, CUstream);
     cuEventQuery(CUevent);
     cuEventSynchronize(CUevent);
-    cuStreamSynchronize(CUstream);
     cuStreamGetCtx(CUstream, *mut CUcontext);
     cuStreamGetCaptureInfo_v2(
         CUstream, *mut CUstreamCaptureStatus, *mut u64, *mut CUgraph, *mut *const CUgraphNode,
