@@ -6,7 +6,7 @@
 `cushion run train.py ARGS...` does the same with no change to the program.
 """
 
-from ._cushion import __version__
+from ._cushion import __version__, stats
 from ._install import InstallError, install, is_installed
 
-__all__ = ["InstallError", "__version__", "install", "is_installed"]
+__all__ = ["InstallError", "__version__", "install", "is_installed", "stats"]

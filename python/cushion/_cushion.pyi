@@ -45,8 +45,10 @@ def without_backend(conf: str) -> str:
 def memory_stats(device: int) -> dict[str, Any]:
     """The figures of a device, nested as PyTorch's are."""
 
-def own_stats(device: int) -> dict[str, int]:
-    """Cushion's own figures of a device."""
+def stats(device: int = 0) -> dict[str, int]:
+    """Cushion's own figures of a device, beside those of `torch.cuda.memory_stats()`: `hits` and `misses` (allocations
+    served from memory already held, and those that needed the driver), `cached_bytes`, `largest_free_block`, `blocks`
+    and `free_blocks`."""
 
 def reset_peak_memory_stats(device: int) -> None: ...
 def reset_accumulated_memory_stats(device: int) -> None: ...

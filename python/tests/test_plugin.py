@@ -197,7 +197,7 @@ class Basics(StandinCase):
         a = plugin.alloc(3 * MIB)
         plugin.free(a)
         plugin.alloc(3 * MIB)
-        own = plugin.module.own_stats(0)
+        own = plugin.module.stats(0)
         self.assertEqual((own["hits"], own["misses"]), (1, 1))
         self.assertEqual(own["cached_bytes"], plugin.reserved() - 3 * MIB)
         self.assertEqual(own["largest_free_block"], own["cached_bytes"])

@@ -91,6 +91,7 @@ def tests() -> list[Group]:
         Group("oom", "a thousand times out of memory", for_policies(["oom_cycles"], 400)),
         Group("graphs", "CUDA graphs beside eager work", for_policies(["graphs"], 240)),
         Group("race", "memory freed while another stream reads it", for_policies(["race"], 120)),
+        Group("losses", "models trained to the same numbers", (Job("losses", ("losses.py",), 500),)),
         Group("snapshot", "recorded, and replayed address by address", for_policies(["snapshot"], 240)),
     ]
 

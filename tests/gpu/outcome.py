@@ -217,6 +217,11 @@ def figures(result: dict[str, Any]) -> str:
             f"{result[part].get('same_address')} of {result[part].get('allocs')} from the {part}"
             for part in ("beginning", "middle")
         )
+    if "losses" in result:
+        return "; ".join(
+            f"{workload}: {', '.join(str(loss) for loss in losses.values())}"
+            for workload, losses in result["losses"].items()
+        )
     if "passed" in result:
         return f"{result['passed']} checks"
     return f"{result['checks']} checks" if "checks" in result else ""

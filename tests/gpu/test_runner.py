@@ -15,6 +15,7 @@ from unittest import mock
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import groups
+import losses
 import outcome
 import run
 from groups import Group, Job
@@ -153,6 +154,24 @@ class Verdicts(unittest.TestCase):
         self.assertEqual(outcome.verdict(chosen[0], outcomes).status, "failed")
         outcomes["gpt2_train native 2"].result["loss"] = 5.02
         self.assertEqual(outcome.verdict(chosen[0], outcomes).status, "passed")
+
+
+class Losses(unittest.TestCase):
+    def test_equal_where_pytorch_repeats_itself(self):
+        same = {"native 1": 2.5, "native 2": 2.5, "segments": 2.5, "expandable": 2.5}
+        self.assertEqual(losses.judge("w", same), [])
+        self.assertEqual(len(losses.judge("w", {**same, "expandable": 2.500001})), 1)
+        self.assertEqual(len(losses.judge("w", {**same, "segments": float("nan")})), 1)
+
+    def test_near_where_it_does_not(self):
+        near = {"native 1": 2.5, "native 2": 2.6, "segments": 2.85, "expandable": 2.2}
+        self.assertEqual(losses.judge("w", near), [])
+        self.assertEqual(len(losses.judge("w", {**near, "segments": 3.0})), 1)
+
+    def test_all_runs_are_of_one_kind(self):
+        for job in losses.jobs_of("gpt2_train"):
+            self.assertIn("--deterministic", job.command)
+            self.assertTrue(job.waits)
 
 
 class Tables(unittest.TestCase):

@@ -1,7 +1,7 @@
 """Real PyTorch workloads, with random weights and nothing to download, for measuring allocators.
 
     python tests/gpu/workloads.py NAME MODE [--policy P] [--steps N] [--trace OUT.pickle.gz] [--stacks]
-                                  [--cap-gib G] [--scale X] [--wait]
+                                  [--cap-gib G] [--scale X] [--wait] [--deterministic]
 
 NAME is gpt2_train, llama_varlen, stream_offload, generate, vision_multires or graphs_serving; MODE is
 native, expandable, async or cushion (with a policy). Prints one JSON line: peaks in bytes, seconds per
@@ -44,6 +44,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--stacks", action="store_true", help="stacks in the trace")
     parser.add_argument("--cap-gib", type=float, default=0)
     parser.add_argument("--scale", type=float, default=1.0, help="of batch sizes")
+    parser.add_argument("--deterministic", action="store_true", help="kernels that repeat themselves to the bit")
     parser.add_argument("--wait", action="store_true", help="prepare, and go on at a line on standard input")
     return parser.parse_args()
 
@@ -368,6 +369,10 @@ def main(given: argparse.Namespace) -> None:
         import cushion
 
         cushion.install(policy=given.policy)
+    if given.deterministic:
+        # Where a kernel has no such form, PyTorch says so and goes on.
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.backends.cudnn.deterministic = True
     random.seed(1)
     torch.manual_seed(1)
     workload = WORKLOADS[given.name](given.steps, given.scale)
@@ -398,6 +403,8 @@ if __name__ == "__main__":
     if MODES[GIVEN.mode]:
         # Both names, for older versions; they are read when torch is loaded.
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = os.environ["PYTORCH_ALLOC_CONF"] = MODES[GIVEN.mode]
+    if GIVEN.deterministic:
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     require_gpu()
     import torch
     import torch.nn.functional as F

@@ -70,7 +70,7 @@ impl Rung {
     fn deed(self) -> &'static str {
         match self {
             Self::CollectGarbage => "gave back what was idle for long",
-            Self::Driver => "asked the driver",
+            Self::Driver => "asked for more memory",
             Self::BorrowFromPools | Self::BorrowPlain => "searched the pools that may help out",
             Self::WaitForEvents => "waited for pending frees",
             Self::GiveBackOversize => "gave back oversized cached memory",

@@ -204,7 +204,7 @@ mod tests {
             assert_eq!((shortage.reserved, shortage.allocated), (60 * MIB, 60 * MIB));
             assert_eq!((shortage.device_free, shortage.allowed), (Some(40 * MIB), None));
             let tried: Vec<_> = shortage.tried.iter().map(ToString::to_string).collect();
-            assert_eq!(tried, ["asked the driver", "gave back cached memory and asked again"]);
+            assert_eq!(tried, ["asked for more memory", "gave back cached memory and asked again"]);
             let text = AllocError::FullNow(Box::new(shortage)).to_string();
             for part in ["out of memory", "50.00 MiB", "40.00 MiB of 100.00 MiB free", "60.00 MiB"]
             {

@@ -159,9 +159,10 @@ mod _cushion {
         Ok(nested)
     }
 
-    /// Cushion's own figures of a device.
+    /// Cushion's own figures of a device, beside those of `torch.cuda.memory_stats()`.
     #[pyfunction]
-    fn own_stats(py: Python<'_>, device: i64) -> PyResult<Bound<'_, PyDict>> {
+    #[pyo3(signature = (device=0))]
+    fn stats(py: Python<'_>, device: i64) -> PyResult<Bound<'_, PyDict>> {
         let stats = engine(device)?.map(CudaEngine::stats).unwrap_or_default();
         let result = PyDict::new(py);
         result.set_item("hits", stats.hits)?;

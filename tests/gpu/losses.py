@@ -1,0 +1,70 @@
+"""The same numbers under Cushion as under PyTorch's allocator: models trained with deterministic kernels.
+
+    python tests/gpu/losses.py
+
+Each workload that trains is run twice with PyTorch's own allocator and once with each of Cushion's policies, in
+processes of their own. Where PyTorch's two runs end with the same loss, to the last digit shown, Cushion's have to
+end with that loss too; where they do not, within three times their distance. Prints one JSON line.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+
+from groups import MODES, Job
+from harness import require_gpu, say
+from run import run_jobs
+
+TRAINED = ("gpt2_train", "llama_varlen", "vision_multires")
+RUNS = {"native 1": "native", "native 2": "native", "segments": "cushion segments", "expandable": "cushion expandable"}
+STEPS = 12
+
+
+def jobs_of(workload: str) -> list[Job]:
+    more = ("--steps", str(STEPS), "--deterministic", "--wait")
+    return [Job(run, ("workloads.py", workload, *MODES[mode], *more), 240, waits=True) for run, mode in RUNS.items()]
+
+
+def judge(workload: str, losses: dict[str, float]) -> list[str]:
+    """What is wrong with Cushion's losses."""
+    one, other = losses["native 1"], losses["native 2"]
+    allowed = 3 * abs(one - other)
+    return [
+        f"{workload}, {run}: the last loss is {losses[run]}, and PyTorch's are {one} and {other}"
+        for run in RUNS
+        if not min(abs(losses[run] - one), abs(losses[run] - other)) <= allowed
+    ]
+
+
+def main() -> int:
+    began = time.monotonic()
+    failures: list[str] = []
+    found: dict[str, dict[str, float]] = {}
+    for workload in TRAINED:
+        losses: dict[str, float] = {}
+        for run, outcome in zip(RUNS, run_jobs(jobs_of(workload)), strict=True):
+            if outcome.status != "passed" or "loss" not in outcome.result:
+                failures.append(f"{workload}, {run}: {outcome.why or 'no loss'}")
+            else:
+                losses[run] = outcome.result["loss"]
+        say(f"{workload}: {losses}")
+        if len(losses) == len(RUNS):
+            failures += judge(workload, losses)
+        found[workload] = losses
+    line = {
+        "program": "losses.py",
+        "ok": not failures,
+        "losses": found,
+        "seconds": round(time.monotonic() - began, 1),
+    }
+    if failures:
+        line["failures"] = failures
+    print(json.dumps(line), flush=True)
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    require_gpu()
+    sys.exit(main())
