@@ -85,10 +85,10 @@ class Installing(TorchCase):
 
         cushion.install(policy="expandable", conf="per_process_memory_fraction:0.5,max_split_size_mb:64")
         kept = torch.empty(MIB, dtype=torch.uint8, device="cuda")
-        self.assertEqual(torch.cuda.get_per_process_memory_fraction(), 0.5)
+        self.assertEqual(_cushion.memory_fraction(0), 0.5)
         cushion.install()
         self.assertEqual(_cushion.conf(), "")
-        self.assertEqual(torch.cuda.get_per_process_memory_fraction(), 1.0)
+        self.assertEqual(_cushion.memory_fraction(0), 1.0)
         self.assertEqual(torch.cuda.memory_stats()["max_split_size"], -1)
         large = torch.empty(64 * MIB, dtype=torch.uint8, device="cuda")
         kinds = [segment["is_expandable"] for segment in torch.cuda.memory_snapshot()]
