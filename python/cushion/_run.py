@@ -12,6 +12,8 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
+from . import _cushion
+
 SITE = str(Path(__file__).parent / "_site")
 
 
@@ -23,7 +25,7 @@ def main(arguments: list[str]) -> int:
         epilog="PROGRAM is a Python file, -m and a module, or a command such as torchrun; processes that it "
         "starts use Cushion too.",
     )
-    parser.add_argument("--policy", choices=["segments", "expandable"], help="how memory is laid out")
+    parser.add_argument("--policy", help="how memory is laid out: segments or expandable")
     parser.add_argument("--conf", help="options as key:value,key:value")
     parser.add_argument("--log", action="store_true", help="messages to standard error")
     parser.add_argument("-m", dest="module", action="store_true", help="PROGRAM is a module")
@@ -31,6 +33,11 @@ def main(arguments: list[str]) -> int:
     asked = parser.parse_args(arguments)
     if not asked.program:
         parser.error("which program? Give a Python file, -m and a module, or a command")
+    try:
+        # Now, rather than when the program imports torch.
+        _cushion.gather_settings(dict(os.environ), asked.policy, asked.conf)
+    except ValueError as error:
+        parser.error(str(error))
     environment = dict(os.environ)
     for name, value in (
         ("CUSHION_POLICY", asked.policy),

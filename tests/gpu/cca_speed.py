@@ -2,10 +2,9 @@
 
     python tests/gpu/cca_speed.py MODE [--policy P]
 
-MODE is native, expandable, async, pluggable (an allocator that does nothing: the cost of PyTorch's
-plug-in layer alone) or cushion (with a policy). Prints one JSON line, with nanoseconds per pair, for each
-line the least of two turns. Needs
-nvcc and a C++ compiler; the first run builds a small extension, which takes a minute.
+MODE is native, expandable, async, pluggable (an allocator that does nothing: the cost of PyTorch's plug-in layer
+alone) or cushion (with a policy). Prints one JSON line, with nanoseconds per pair, for each line the least of two
+turns. Needs nvcc and a C++ compiler; the first run builds a small extension, which takes a minute.
 """
 
 from __future__ import annotations

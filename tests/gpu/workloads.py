@@ -63,9 +63,13 @@ class Workload:
     def tokens(self, batch: int, length: int, vocabulary: int = 32000):
         return torch.randint(0, vocabulary, (batch, length), device="cuda")
 
-    def keep_last(self, i: int, loss) -> None:
+    def learn(self, i: int, loss, optimizer) -> None:
+        """The rest of a step of training, after the loss; the last loss is kept."""
+        loss.backward()
         if i == self.steps - 1:
             self.loss = round(loss.item(), 6)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
 
     def prepare(self) -> None:
         """What needs no GPU."""
@@ -126,10 +130,7 @@ class Gpt2Train(OfTransformers):
             x = self.tokens(self.scaled(16), 1024, 50257)
             with torch.autocast("cuda", torch.bfloat16):
                 loss = model(input_ids=x, labels=x).loss
-            loss.backward()
-            self.keep_last(i, loss)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+            self.learn(i, loss, optimizer)
             return x.numel()
 
         return step
@@ -145,10 +146,7 @@ class LlamaVarlen(OfTransformers):
         def step(i: int) -> int:
             x = self.tokens(self.scaled(random.choice([2, 3, 4, 6, 8])), random.randrange(200, 4096))
             loss = model(input_ids=x, labels=x).loss
-            loss.backward()
-            self.keep_last(i, loss)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+            self.learn(i, loss, optimizer)
             return x.numel()
 
         return step
@@ -236,10 +234,7 @@ class VisionMultires(Workload):
             x = torch.randn(batch, 3, side, side, device="cuda")
             with torch.autocast("cuda", torch.bfloat16):
                 loss = F.cross_entropy(model(x), torch.randint(0, 1000, (x.shape[0],), device="cuda"))
-            loss.backward()
-            self.keep_last(i, loss)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+            self.learn(i, loss, optimizer)
             return x.shape[0]
 
         return step

@@ -1,8 +1,9 @@
 //! Python's global lock, from inside an allocator.
 //!
 //! PyTorch calls with the lock held or without it. A thread that has to wait for memory with the lock held
-//! would keep others from freeing some, so it gives the lock up first. It does so for nothing less: a caller may
-//! hold a mutex of its own besides, and whoever takes the lock meanwhile may want that mutex.
+//! would keep others from freeing some, so it gives the lock up first. An allocation does so for nothing less, and
+//! a free never: a caller may hold a mutex of its own besides, and whoever takes the lock meanwhile may want that
+//! mutex.
 //!
 //! Whether a thread holds the lock is asked by comparing its own state with the current one, for which the
 //! function is outside the stable interface and so is looked up at run time. (`PyGILState_Check` says yes to every

@@ -5,7 +5,6 @@
 use std::fmt::Write as _;
 use std::sync::{Mutex, PoisonError};
 
-use cushion::core::driver::Driver as _;
 use cushion::core::size::display;
 use cushion::core::{AllocError, Shortage};
 use cushion::{CudaEngine, DeviceError};
@@ -31,7 +30,7 @@ pub(crate) fn no_device(device: i64, error: &DeviceError) -> Failure {
     Failure::Other(format!("Cushion cannot use GPU {device}: {error}"))
 }
 
-/// A request was refused. No lock is held.
+/// A request was refused. No lock of Cushion's is held.
 #[cold]
 pub(crate) fn refused(device: i64, engine: &CudaEngine, error: &AllocError) -> Failure {
     match error {
@@ -52,15 +51,15 @@ pub(crate) fn refused(device: i64, engine: &CudaEngine, error: &AllocError) -> F
 /// Tells the observers. What they raise is shown by Python as errors that nobody can catch are, and the
 /// refusal goes on: the program is to see that memory ran out.
 fn tell(device: i64, bytes: u64, limit: u64, free: u64) {
-    if !gil::is_running() {
+    let observers = || OBSERVERS.lock().unwrap_or_else(PoisonError::into_inner);
+    // With nobody to tell, Python's lock is not taken: the caller may hold what its owner waits for.
+    if observers().is_empty() || !gil::is_running() {
         return;
     }
     gil::attach(|py| {
-        let observers: Vec<_> = {
-            let observers = OBSERVERS.lock().unwrap_or_else(PoisonError::into_inner);
-            observers.iter().map(|observer| observer.clone_ref(py)).collect()
-        };
-        for observer in observers {
+        // Copied: Python runs below, and no lock of ours may be held while it does.
+        let told: Vec<_> = observers().iter().map(|observer| observer.clone_ref(py)).collect();
+        for observer in told {
             if let Err(error) = observer.call1(py, (device, bytes, limit, free)) {
                 error.write_unraisable(py, Some(observer.bind(py)));
             }
@@ -131,19 +130,15 @@ fn add_hint(text: &mut String, engine: &CudaEngine, shortage: &Shortage, cached:
             " Cached memory would be enough if it lay together: cushion.install(policy=\"expandable\"), or \
              CUSHION_POLICY=expandable, lets it.",
         );
-    } else if let Some(others) = memory_of_others(engine, shortage)
-        && others >= shortage.wanted
-    {
-        let _ = write!(text, " Other processes hold {} of this GPU.", display(others));
+        return;
     }
-}
-
-/// What is neither free nor ours: other processes, and what this one holds past the allocator (the CUDA
-/// context, libraries).
-fn memory_of_others(engine: &CudaEngine, shortage: &Shortage) -> Option<u64> {
-    /// A context and the libraries of this very process.
-    const OURS_BESIDES: u64 = 2 << 30;
-    let info = engine.driver().memory_info().ok()?;
-    let used = info.total.saturating_sub(info.free);
-    used.checked_sub(shortage.reserved)?.checked_sub(OURS_BESIDES)
+    let used = shortage.device_total.saturating_sub(shortage.device_free.unwrap_or(0));
+    let others = used.saturating_sub(shortage.reserved);
+    if others >= shortage.wanted {
+        let _ = write!(
+            text,
+            " {} of this GPU are held by other processes, or by this one past its allocator.",
+            display(others)
+        );
+    }
 }

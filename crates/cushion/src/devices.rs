@@ -18,7 +18,7 @@ use crate::clock::SystemClock;
 /// The engine of a real GPU.
 pub type CudaEngine = Engine<CudaDriver>;
 
-/// The most devices that are served; as many as PyTorch knows.
+/// The most devices that are served; PyTorch knows 120.
 pub const MAX_DEVICES: usize = 128;
 
 /// The engines of this process.
