@@ -42,7 +42,7 @@ def conf() -> str:
 def without_backend(conf: str) -> str:
     """A conf string without its `backend`."""
 
-def memory_stats(device: int) -> dict[str, Any]:
+def memory_stats(device: int, by_private_pools: bool = False) -> dict[str, Any]:
     """The figures of a device, nested as PyTorch's are."""
 
 def stats(device: int = 0) -> dict[str, int]:

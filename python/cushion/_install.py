@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import re
 import threading
 import warnings
 from typing import Any, Literal
@@ -86,8 +85,7 @@ def _usable_torch() -> Any:
         import torch
     except ImportError as error:
         raise InstallError("cushion.install() needs PyTorch, which cannot be imported: install it first") from error
-    found = re.match(r"(\d+)\.(\d+)", torch.__version__)
-    if found and tuple(map(int, found.groups())) < OLDEST_TORCH:
+    if _patches.version(torch) < OLDEST_TORCH:
         raise InstallError(f"PyTorch {torch.__version__} is too old for Cushion: it takes 2.3 or later")
     if getattr(torch.version, "hip", None):
         raise InstallError(f"PyTorch {torch.__version__} is built for ROCm, and Cushion is for CUDA")

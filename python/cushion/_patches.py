@@ -4,6 +4,8 @@ Cushion. Names that a version of PyTorch does not have are left out."""
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,9 +14,15 @@ from . import _cushion
 _history_is_on = False
 
 
+def version(torch: Any) -> tuple[int, int]:
+    """Of PyTorch; one whose name says nothing counts as the newest."""
+    found = re.match(r"(\d+)\.(\d+)", torch.__version__)
+    return (int(found[1]), int(found[2])) if found else (sys.maxsize, 0)
+
+
 def apply(torch: Any) -> None:
     replacements: dict[str, Callable[..., Any]] = {
-        "_cuda_memoryStats": _cushion.memory_stats,
+        "_cuda_memoryStats": _stats_by_private_pools if version(torch) >= (2, 13) else _cushion.memory_stats,
         "_cuda_resetAccumulatedMemoryStats": _cushion.reset_accumulated_memory_stats,
         "_cuda_resetPeakMemoryStats": _cushion.reset_peak_memory_stats,
         "_cuda_memorySnapshot": _memory_snapshot,
@@ -39,6 +47,11 @@ def apply(torch: Any) -> None:
     for name in ("_accelerator_setAllocatorSettings", "_cuda_cudaCachingAllocator_set_allocator_settings"):
         if hasattr(torch._C, name):
             setattr(torch._C, name, _settings_setter(getattr(torch._C, name)))
+
+
+def _stats_by_private_pools(device: int) -> dict[str, Any]:
+    """As from PyTorch 2.13 on; before, a key that is no string is more than `memory_stats()` can take."""
+    return _cushion.memory_stats(device, by_private_pools=True)
 
 
 def _yes() -> bool:

@@ -148,12 +148,7 @@ class Parity(unittest.TestCase):
                 f"step {apart} leads from {before} to {ours['course'][apart]}, and with PyTorch's own allocator to "
                 f"{native['course'][apart]}: {', '.join(names)}"
             )
-        # PyTorch 2.15 also counts each private pool by itself, which Cushion does not.
-        theirs = {
-            key: value
-            for key, value in native["stats"].items()
-            if not key.startswith("reserved_bytes_by_private_pools.")
-        }
+        theirs = native["stats"]
         self.assertEqual(set(theirs) - set(ours["stats"]), set(), "figures that Cushion does not have")
         differ = {key: (value, ours["stats"][key]) for key, value in theirs.items() if ours["stats"][key] != value}
         self.assertEqual(differ, {}, "figures that differ: (PyTorch's, Cushion's)")

@@ -7,9 +7,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use crate::block::{Block, BlockId, BlockState};
 use crate::driver::Driver;
 use crate::locked::Locked;
-use crate::pool::PoolIndex;
+use crate::pool::{PoolId, PoolIndex};
 use crate::segment::{Backing, SegmentId};
-use crate::stats::StatArray;
+use crate::stats::{StatArray, Stats};
 
 /// An invariant that does not hold.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -296,6 +296,7 @@ impl<D: Driver> Locked<'_, D> {
                 ensure!(stat.peak >= stat.current, "{name}.{pool}.peak is below current");
             }
         }
+        self.check_private_pools(&stats)?;
         let oversize = |size: u64| self.is_oversize(size);
         let blocks = self.state.live.values().filter(|&&id| oversize(self.state.blocks[id].size));
         ensure!(
@@ -309,6 +310,28 @@ impl<D: Driver> Locked<'_, D> {
             "oversize_segments.current is {}",
             stats.oversize_segments.current
         );
+        Ok(())
+    }
+
+    /// What each private pool holds equals a recount.
+    fn check_private_pools(&self, stats: &Stats) -> Result<(), Violation> {
+        let mut recount = BTreeMap::<(PoolId, bool), u64>::new();
+        for (_, block) in self.state.blocks.iter().filter(|(_, block)| block.is_mapped()) {
+            let pool = &self.state.pools[block.pool];
+            *recount.entry((pool.id, pool.small)).or_default() += block.size;
+        }
+        for (&pool, array) in &stats.reserved_bytes_by_private_pools {
+            for (small, stat) in [(true, array.small_pool), (false, array.large_pool)] {
+                let expected = recount.remove(&(pool, small)).unwrap_or(0);
+                ensure!(
+                    stat.current == expected,
+                    "pool {pool} is said to hold {}, a recount gives {expected}",
+                    stat.current
+                );
+            }
+        }
+        let uncounted = recount.keys().find(|(pool, _)| *pool != PoolId::DEFAULT);
+        ensure!(uncounted.is_none(), "nobody counts what {uncounted:?} holds");
         Ok(())
     }
 }

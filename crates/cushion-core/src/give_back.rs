@@ -181,9 +181,10 @@ impl<D: Driver> Locked<'_, D> {
         blocks.remove(id);
         let context = if context == Context::NONE { segments[segment].context } else { context };
         segments.remove(segment);
-        let small = pools[pool].small;
+        let (private, small) = (pools[pool].id, pools[pool].small);
         self.counters.segment.decrease(small, 1);
         self.counters.reserved_bytes.decrease(small, size);
+        self.counters.reserved_by_private.decrease(private, small, size);
         if self.is_oversize(size) {
             self.counters.oversize_segments.decrease(1);
         }
@@ -213,7 +214,9 @@ impl<D: Driver> Locked<'_, D> {
         }
         if at > start {
             self.mark_unmapped(id, start, at);
-            self.count_pages(self.state.pools[pool].small);
+            let (private, small) = (self.state.pools[pool].id, self.state.pools[pool].small);
+            self.count_pages(small);
+            self.counters.reserved_by_private.decrease(private, small, at - start);
             self.counters.num_device_free.add(1);
             self.record(Action::SegmentUnmap, start, at - start, (stream, pool), context);
         }

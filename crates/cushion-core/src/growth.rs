@@ -48,6 +48,8 @@ impl<D: Driver> Locked<'_, D> {
         let small = request.small;
         self.counters.segment.increase(small, 1);
         self.counters.reserved_bytes.increase(small, bytes);
+        let private = self.state.pools[request.pool].id;
+        self.counters.reserved_by_private.increase(private, small, bytes);
         if self.is_oversize(bytes) {
             self.counters.oversize_segments.increase(1);
         }
@@ -166,6 +168,8 @@ impl<D: Driver> Locked<'_, D> {
             self.try_merge(id, neighbour, BlockState::Free);
         }
         self.insert_free(id);
+        let private = self.state.pools[pool].id;
+        self.counters.reserved_by_private.increase(private, small, bytes);
         self.counters.num_device_alloc.add(1);
         self.record(Action::SegmentMap, address, bytes, (stream, pool), context);
         Ok(true)

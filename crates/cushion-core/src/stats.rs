@@ -4,8 +4,9 @@
 //! reading never stops an allocation. Each figure read is true; figures read one after the other
 //! may be an allocation apart.
 
+use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use crate::driver::StreamId;
 use crate::pool::PoolId;
@@ -43,6 +44,20 @@ pub struct StatArray {
     pub small_pool: Stat,
     /// Large pools.
     pub large_pool: Stat,
+}
+
+impl StatArray {
+    /// The flat keys of `torch.cuda.memory_stats()` that follow the name of the figure.
+    #[must_use]
+    pub fn flat(&self) -> Vec<(String, i64)> {
+        let mut flat = Vec::with_capacity(12);
+        for (pool, stat) in
+            [("all", &self.all), ("small_pool", &self.small_pool), ("large_pool", &self.large_pool)]
+        {
+            flatten(&mut flat, pool, stat);
+        }
+        flat
+    }
 }
 
 /// The live counterpart of [`Stat`].
@@ -150,6 +165,41 @@ impl LiveStatArray {
     }
 }
 
+/// What each private pool holds. Memory is got from the driver whenever this is written, so that a lock of
+/// its own costs nothing.
+#[derive(Debug, Default)]
+pub(crate) struct ReservedByPrivate(Mutex<BTreeMap<PoolId, LiveStatArray>>);
+
+impl ReservedByPrivate {
+    fn pools(&self) -> MutexGuard<'_, BTreeMap<PoolId, LiveStatArray>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn increase(&self, pool: PoolId, small: bool, bytes: u64) {
+        if pool != PoolId::DEFAULT {
+            self.pools().entry(pool).or_default().increase(small, bytes);
+        }
+    }
+
+    pub(crate) fn decrease(&self, pool: PoolId, small: bool, bytes: u64) {
+        if pool != PoolId::DEFAULT {
+            self.pools().entry(pool).or_default().decrease(small, bytes);
+        }
+    }
+
+    fn read(&self) -> BTreeMap<PoolId, StatArray> {
+        self.pools().iter().map(|(&pool, array)| (pool, array.read())).collect()
+    }
+
+    fn reset_peak(&self) {
+        self.pools().values().for_each(LiveStatArray::reset_peak);
+    }
+
+    fn reset_accumulated(&self) {
+        self.pools().values().for_each(LiveStatArray::reset_accumulated);
+    }
+}
+
 /// A plain count.
 #[derive(Debug, Default)]
 pub(crate) struct LiveCount(AtomicU64);
@@ -186,6 +236,7 @@ macro_rules! counters {
             $(pub(crate) $count: LiveCount,)*
             $(pub(crate) $setting: LiveCount,)*
             $(pub(crate) $our: LiveCount,)*
+            pub(crate) reserved_by_private: ReservedByPrivate,
         }
 
         /// All figures of one engine, as read at one moment.
@@ -197,6 +248,9 @@ macro_rules! counters {
             $($(#[doc = $count_doc])* pub $count: u64,)*
             $($(#[doc = $setting_doc])* pub $setting: u64,)*
             $($(#[doc = $our_doc])* pub $our: u64,)*
+            /// `reserved_bytes` of each private pool. One that is gone holds nothing, and keeps its peak
+            /// and its totals until they are reset.
+            pub reserved_bytes_by_private_pools: BTreeMap<PoolId, StatArray>,
             /// What each stream has in each pool.
             pub lanes: Vec<LaneFigures>,
         }
@@ -209,6 +263,7 @@ macro_rules! counters {
                     $($count: self.$count.read(),)*
                     $($setting: self.$setting.read(),)*
                     $($our: self.$our.read(),)*
+                    reserved_bytes_by_private_pools: self.reserved_by_private.read(),
                     lanes: lanes.read(),
                 }
             }
@@ -217,12 +272,14 @@ macro_rules! counters {
             pub(crate) fn reset_peak(&self) {
                 $(self.$array.reset_peak();)*
                 $(self.$stat.reset_peak();)*
+                self.reserved_by_private.reset_peak();
             }
 
             /// What was added and taken away so far is forgotten. Called under the engine's lock.
             pub(crate) fn reset_accumulated(&self) {
                 $(self.$array.reset_accumulated();)*
                 $(self.$stat.reset_accumulated();)*
+                self.reserved_by_private.reset_accumulated();
                 $(self.$count.set(0);)*
                 $(self.$our.set(0);)*
             }
@@ -234,7 +291,11 @@ macro_rules! counters {
             #[must_use]
             pub fn flat(&self) -> Vec<(String, i64)> {
                 let mut flat = Vec::with_capacity(123);
-                $(flatten_array(&mut flat, stringify!($array), &self.$array);)*
+                $(
+                    let name = stringify!($array);
+                    let keys = self.$array.flat().into_iter();
+                    flat.extend(keys.map(|(key, value)| (format!("{name}.{key}"), value)));
+                )*
                 $(flatten(&mut flat, stringify!($stat), &self.$stat);)*
                 $(flat.push((stringify!($count).to_owned(), signed(self.$count)));)*
                 $(flat.push((stringify!($setting).to_owned(), signed(self.$setting)));)*
@@ -342,14 +403,6 @@ fn flatten(flat: &mut Vec<(String, i64)>, name: &str, stat: &Stat) {
         ("freed", stat.freed),
     ] {
         flat.push((format!("{name}.{kind}"), signed(value)));
-    }
-}
-
-fn flatten_array(flat: &mut Vec<(String, i64)>, name: &str, array: &StatArray) {
-    for (pool, stat) in
-        [("all", &array.all), ("small_pool", &array.small_pool), ("large_pool", &array.large_pool)]
-    {
-        flatten(flat, &format!("{name}.{pool}"), stat);
     }
 }
 

@@ -7,7 +7,7 @@ mod tests {
 
     use cushion_core::driver::Call;
     use cushion_core::size::{KIB, MIB};
-    use cushion_core::{Ladder, Policy, PoolError, PoolId};
+    use cushion_core::{Ladder, Policy, PoolError, PoolId, Stat};
 
     use crate::common::*;
 
@@ -49,6 +49,15 @@ mod tests {
             gpu.empty_cache().unwrap();
             assert_eq!(reserved_mib(&gpu), 0, "{conf}");
             assert_eq!(gpu.pool_uses(POOL), Err(PoolError::Unknown(POOL)), "it is forgotten");
+
+            let held = |gpu: &Gpu| gpu.stats().reserved_bytes_by_private_pools[&POOL].all;
+            let (before, bytes) = (held(&gpu), held(&gpu).peak);
+            assert!(bytes >= 30 * MIB, "{conf}: {before:?}");
+            assert_eq!(before, Stat { current: 0, peak: bytes, allocated: bytes, freed: bytes });
+            gpu.reset_peak_stats();
+            assert_eq!(held(&gpu), Stat { peak: 0, ..before });
+            gpu.reset_accumulated_stats();
+            assert_eq!(held(&gpu), Stat::default());
         }
     }
 

@@ -132,12 +132,27 @@ mod _cushion {
 
     /// The figures of a device, nested as PyTorch's are.
     #[pyfunction]
-    fn memory_stats(py: Python<'_>, device: i64) -> PyResult<Bound<'_, PyDict>> {
+    #[pyo3(signature = (device, by_private_pools=false))]
+    fn memory_stats(
+        py: Python<'_>,
+        device: i64,
+        by_private_pools: bool,
+    ) -> PyResult<Bound<'_, PyDict>> {
+        let stats = engine(device)?.map(CudaEngine::stats).unwrap_or_default();
+        let nested = nest(py, stats.flat())?;
+        if by_private_pools {
+            let pools = PyDict::new(py);
+            for (pool, reserved) in &stats.reserved_bytes_by_private_pools {
+                pools.set_item((pool.0, pool.1), nest(py, reserved.flat())?)?;
+            }
+            nested.set_item("reserved_bytes_by_private_pools", pools)?;
+        }
+        Ok(nested)
+    }
+
+    /// Turns keys with dots into dicts in dicts.
+    fn nest(py: Python<'_>, flat: Vec<(String, i64)>) -> PyResult<Bound<'_, PyDict>> {
         let nested = PyDict::new(py);
-        let flat = match engine(device)? {
-            Some(engine) => engine.stats().flat(),
-            None => cushion::core::Stats::default().flat(),
-        };
         for (key, value) in flat {
             let mut dict = nested.clone();
             let mut parts = key.split('.').peekable();
