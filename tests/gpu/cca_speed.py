@@ -1,10 +1,14 @@
 """What a pair of malloc and free costs the CPU through PyTorch's own allocator interface.
 
-    python tests/gpu/cca_speed.py MODE [--policy P]
+    python tests/gpu/cca_speed.py MODE [--policy P] [--turns]
 
 MODE is native, expandable, async, pluggable (an allocator that does nothing: the cost of PyTorch's plug-in layer
-alone) or cushion (with a policy). Prints one JSON line, with nanoseconds per pair, for each line the least of two
-turns. Needs nvcc and a C++ compiler; the first run builds a small extension, which takes a minute.
+alone) or cushion (with a policy). Prints one JSON line, with nanoseconds per pair: the median of TURNS short turns.
+Needs a C++ compiler, and for pluggable nvcc; the first run builds a small extension, which takes a minute.
+
+With --turns it measures when it is told to: it says that it is ready, and then for each line of JSON on standard input
+({"line": NAME, "cores": [NUMBER…]}) takes one turn on those cores and answers with a line of JSON. `speed.py` has the
+modes take turns in this way.
 """
 
 from __future__ import annotations
@@ -12,15 +16,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 
 from harness import MIB, require_gpu
 
-# How often each line is measured in one process.
-TURNS = 2
+# How often each line is measured where there is nobody to take turns with.
+TURNS = 15
 
 MODES = {
     "native": None,
@@ -130,6 +136,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("mode", choices=MODES)
     parser.add_argument("--policy", choices=("segments", "expandable"), help="for cushion")
+    parser.add_argument("--turns", action="store_true", help="measure as told on standard input")
     return parser.parse_args()
 
 
@@ -166,17 +173,41 @@ def install_nothing(folder: str) -> None:
 
 def time_empty(shape: tuple[int, ...]) -> float:
     """Nanoseconds of one torch.empty from Python."""
-    calls = 50_000
+    calls = 8_000
 
     def make():
         return torch.empty(shape, device="cuda")
 
-    for _ in range(2000):
+    for _ in range(200):
         make()
     began = time.perf_counter()
     for _ in range(calls):
         make()
     return (time.perf_counter() - began) / calls * 1e9
+
+
+def turns_of(extension) -> dict[str, Callable[[], float]]:
+    """What is measured: a few hundredths of a second of each."""
+    return {
+        "pair 4K": lambda: extension.pairs(4096, 60_000),
+        "pair 4M": lambda: extension.pairs(4 * MIB, 60_000),
+        "pair 64M": lambda: extension.pairs(64 * MIB, 60_000),
+        "churn 64 live": lambda: extension.churn(64, 40_000, 512, 64 * MIB),
+        "churn 4k live small": lambda: extension.churn(4096, 40_000, 512, MIB),
+        "churn 4k live": lambda: extension.churn(4096, 40_000, 512, 16 * MIB),
+        "4 threads": lambda: extension.threads(4, 4096, 8_000),
+        "torch.empty(1024,)": lambda: time_empty((1024,)),
+        "torch.empty(4194304,)": lambda: time_empty((1 << 22,)),
+    }
+
+
+def take_turns(turns: dict[str, Callable[[], float]]) -> None:
+    print(json.dumps({"ready": True, "lines": list(turns)}), flush=True)
+    for line in sys.stdin:
+        asked = json.loads(line)
+        # Of this thread, and of those it starts.
+        os.sched_setaffinity(0, asked["cores"])
+        print(json.dumps({"ns": turns[asked["line"]]()}), flush=True)
 
 
 def main(given: argparse.Namespace) -> None:
@@ -191,26 +222,15 @@ def main(given: argparse.Namespace) -> None:
         install_nothing(folder)
     kept = torch.zeros(1, device="cuda")
     torch.cuda.synchronize()
-    lines = {
-        "pair 4K": lambda: extension.pairs(4096, 300_000),
-        "pair 4M": lambda: extension.pairs(4 * MIB, 300_000),
-        "pair 64M": lambda: extension.pairs(64 * MIB, 300_000),
-        "churn 64 live": lambda: extension.churn(64, 200_000, 512, 64 * MIB),
-        "churn 4k live small": lambda: extension.churn(4096, 200_000, 512, MIB),
-        "churn 4k live": lambda: extension.churn(4096, 200_000, 512, 16 * MIB),
-        "4 threads": lambda: extension.threads(4, 4096, 100_000),
-        "torch.empty(1024,)": lambda: time_empty((1024,)),
-        "torch.empty(4194304,)": lambda: time_empty((1 << 22,)),
-    }
-    # The least of several: what disturbs a processor only ever adds time.
-    nanoseconds = dict.fromkeys(lines, float("inf"))
-    for _ in range(TURNS):
-        for name, measure in lines.items():
-            nanoseconds[name] = min(nanoseconds[name], measure())
-    result = {"mode": given.mode, "ns": {name: round(value, 1) for name, value in nanoseconds.items()}}
-    if given.mode == "cushion":
-        result["policy"] = given.policy
-    print(json.dumps(result), flush=True)
+    lines = turns_of(extension)
+    if given.turns:
+        take_turns(lines)
+    else:
+        nanoseconds = {name: statistics.median(turn() for _ in range(TURNS)) for name, turn in lines.items()}
+        result = {"mode": given.mode, "ns": {name: round(value, 1) for name, value in nanoseconds.items()}}
+        if given.mode == "cushion":
+            result["policy"] = given.policy
+        print(json.dumps(result), flush=True)
     del kept
     if given.mode == "pluggable":
         # Its addresses are nobody's: nothing may be freed after this.

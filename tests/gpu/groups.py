@@ -45,6 +45,8 @@ class Job:
     timeout: int
     # Whether it prepares, says that it is ready, and waits for a line on standard input.
     waits: bool = False
+    # Other files of this folder that it runs.
+    runs: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,7 @@ def alternating(
 
 def tests() -> list[Group]:
     contract = Job("contract", ("gpu-kit/gpu_contract",), 300)
+    losses = Job("losses", ("losses.py",), 500, runs=("workloads.py",))
     return [
         Group("contract", "the driver layer alone, from Rust", (contract,)),
         Group(
@@ -91,7 +94,7 @@ def tests() -> list[Group]:
         Group("oom", "a thousand times out of memory", for_policies(["oom_cycles"], 400)),
         Group("graphs", "CUDA graphs beside eager work", for_policies(["graphs"], 240)),
         Group("race", "memory freed while another stream reads it", for_policies(["race"], 120)),
-        Group("losses", "models trained to the same numbers", (Job("losses", ("losses.py",), 500),)),
+        Group("losses", "models trained to the same numbers", (losses,)),
         Group("snapshot", "recorded, and replayed address by address", for_policies(["snapshot"], 240)),
     ]
 
@@ -105,8 +108,9 @@ def benches(rounds: int) -> list[Group]:
         )
         for name in WORKLOADS
     ]
-    speed = alternating("speed", MODES, rounds, ("cca_speed.py",))
-    return [*groups, Group("speed", "what a malloc and a free cost the CPU", speed)]
+    # It has rounds of its own, short ones.
+    speed = Job("speed", ("speed.py",), 500, runs=("cca_speed.py",))
+    return [*groups, Group("speed", "what a malloc and a free cost the CPU", (speed,))]
 
 
 def of_kind(kind: str, rounds: int) -> list[Group]:

@@ -257,24 +257,21 @@ def workloads_table(groups: list[Group], outcomes: dict[str, Outcome]) -> list[l
     return rows
 
 
-def least_of(results: list[dict[str, Any]], key: str) -> float | None:
-    return min((result[key] for result in results if key in result), default=None)
-
-
 def speed_table(groups: list[Group], outcomes: dict[str, Outcome]) -> list[list[str]]:
-    """Nanoseconds, the least over rounds, and Cushion's as a multiple of PyTorch's."""
-    header = ["ns per pair", *MODES, *(f"{mode} / {twin}" for mode, twin in TWINS.items())]
-    rows = [header]
+    """Nanoseconds, and Cushion's as a share of PyTorch's, with the middle half of the rounds."""
+    rows = [["ns per pair", *MODES, *(f"{mode} / {twin}" for mode, twin in TWINS.items())]]
     for group in groups:
-        if group.name != "speed":
-            continue
-        results = by_mode(group, outcomes, MODES)
-        every = [result["ns"] for mode in results for result in results[mode]]
-        lines = list(dict.fromkeys(line for nanoseconds in every for line in nanoseconds))
-        for line in lines:
-            least = {mode: least_of([result["ns"] for result in results[mode]], line) for mode in MODES}
-            shares = [ratio(least[mode], least[twin]) for mode, twin in TWINS.items()]
-            rows.append([line, *(number(least[mode]) for mode in MODES), *shares])
+        for job in group.jobs if group.name == "speed" else ():
+            lines = outcomes[job.key].result.get("lines", {}) if job.key in outcomes else {}
+            for line, modes in lines.items():
+                shares = (modes[mode] for mode in TWINS)
+                rows.append(
+                    [
+                        line,
+                        *(number(modes[mode]["ns"]) for mode in MODES),
+                        *("{share:.3f} ({0:.3f} … {1:.3f})".format(*of["middle_half"], **of) for of in shares),
+                    ]
+                )
     return rows
 
 
@@ -319,9 +316,10 @@ NOTES = {
         "Modes take turns, every second round backwards. *native* and *expandable* are PyTorch's allocator\n"
         "without and with `expandable_segments:True`; Cushion's two policies are compared with them in that\n"
         "order. Items per second are medians over the rounds; *best of each* compares the fastest rounds: what\n"
-        "disturbs a run only slows it, so where rounds of one mode lie far apart that says more. Nanoseconds\n"
-        "are the least of all rounds, for the same reason. Peak reserved is in bytes, and `=` says that it is\n"
-        "that of PyTorch's allocator of the same kind, to the byte."
+        "disturbs a run only slows it, so where rounds of one mode lie far apart that says more. Peak reserved\n"
+        "is in bytes, and `=` says that it is that of PyTorch's allocator of the same kind, to the byte.\n\n"
+        "Nanoseconds are medians of turns of a few hundredths of a second that the modes take side by side;\n"
+        "Cushion's share is the median of those of each round, and in brackets is the middle half of them."
     ),
 }
 

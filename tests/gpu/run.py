@@ -158,7 +158,7 @@ def made_from(job: Job) -> str:
     """Of the program, its arguments and the package: if that changes, an outcome says nothing any more."""
     program = job.command[0]
     if program.endswith(".py"):
-        files = (HERE / program, HERE / "harness.py", *package_files())
+        files = (*(HERE / name for name in (program, *job.runs, "harness.py")), *package_files())
     else:
         files = (ROOT / program,)
     return hashlib.sha256(" ".join((hash_of(files), *job.command)).encode()).hexdigest()[:16]
@@ -266,7 +266,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("kind", choices=("test", "bench"))
     parser.add_argument("--group", action="append", default=[], metavar="NAME", help="may be given again")
     parser.add_argument("--list", action="store_true", help="say what groups there are")
-    parser.add_argument("--rounds", type=int, default=3, help="of bench, 3 unless told")
+    parser.add_argument("--rounds", type=int, default=3, help="of each workload of bench, 3 unless told")
     again = parser.add_mutually_exclusive_group()
     again.add_argument("--resume", action="store_true", help="go on from what is recorded; the default")
     again.add_argument("--fresh", action="store_true", help="forget what is recorded of the groups chosen")

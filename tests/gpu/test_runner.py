@@ -18,6 +18,7 @@ import groups
 import losses
 import outcome
 import run
+import speed
 from groups import Group, Job
 from outcome import Outcome
 
@@ -28,6 +29,15 @@ ABOUT = {
     "cuda": "13.0",
     "python": "3.12.1",
     "cushion": "0.2.0",
+}
+
+
+# Two rounds, the second on a processor of half the speed.
+TURNS = {
+    "native": [200.0, 400.0],
+    "expandable": [50.0, 150.0],
+    "cushion segments": [100.0, 200.0],
+    "cushion expandable": [100.0, 300.0],
 }
 
 
@@ -56,8 +66,8 @@ class Groups(unittest.TestCase):
     def test_every_program_is_there(self):
         for group in [*groups.tests(), *groups.benches(1)]:
             for job in group.jobs:
-                if job.command[0].endswith(".py"):
-                    self.assertTrue((run.HERE / job.command[0]).exists(), job.command)
+                for name in (job.command[0], *job.runs):
+                    self.assertTrue((run.HERE / name).exists() or not name.endswith(".py"), name)
 
     def test_keys_are_unique(self):
         jobs = [job for group in [*groups.tests(), *groups.benches(3)] for job in group.jobs]
@@ -174,6 +184,39 @@ class Losses(unittest.TestCase):
             self.assertTrue(job.waits)
 
 
+class Player:
+    """One that takes turns, and writes down which."""
+
+    def __init__(self, mode, log):
+        self.mode = mode
+        self.log = log
+
+    def turn(self, line, cores):
+        self.log.append((self.mode, line, cores))
+        return float(len(self.log))
+
+
+class Speed(unittest.TestCase):
+    def test_a_slow_round_is_slow_for_all(self):
+        found = speed.figures(TURNS)
+        self.assertEqual(found["native"], {"ns": 300.0})
+        self.assertEqual(found["cushion segments"], {"ns": 150.0, "share": 0.5, "middle_half": [0.5, 0.5]})
+
+    def test_turns_alternate_on_the_same_cores(self):
+        log = []
+        players = [Player(mode, log) for mode in "abc"]
+        times = speed.play(players, "pair 4K", 4, [0, 3])
+        self.assertEqual({mode: len(took) for mode, took in times.items()}, {"a": 4, "b": 4, "c": 4})
+        rounds = [log[at : at + 3] for at in range(0, len(log), 3)]
+        self.assertEqual([[mode for mode, *_ in turns] for turns in rounds[:3]], [[*"abc"], [*"bca"], [*"cab"]])
+        self.assertEqual([turns[0][2] for turns in rounds[:3]], [[0], [3], [0]])
+        self.assertTrue(all(turn[1:] == turns[0][1:] for turns in rounds for turn in turns))
+
+    def test_four_threads_have_four_cores(self):
+        self.assertEqual(speed.cores_for("4 threads", 3, list(range(8))), [4, 5, 6, 7])
+        self.assertEqual(set(speed.cores_for("4 threads", 3, [0, 1])), {0, 1})
+
+
 class Tables(unittest.TestCase):
     def test_workloads(self):
         chosen, outcomes = gpt2()
@@ -184,22 +227,14 @@ class Tables(unittest.TestCase):
         self.assertEqual(rows["cushion segments"][4:7], ["1.100", "1.100", "1,000 ="])
         self.assertEqual(rows["cushion expandable"][4:7], ["1.250", "1.250", "900 ="])
 
-    def test_speed_is_the_least_of_the_rounds(self):
-        group = groups.benches(2)[-1]
-        outcomes = {
-            job.key: Outcome("passed", result={"ns": {"pair 4K": 300.0 if job.key.endswith(" 1") else 200.0}})
-            for job in group.jobs
-        }
-        self.assertEqual(outcome.speed_table([group], outcomes)[1][1:5], ["200"] * 4)
-
     def test_speed(self):
         group = groups.benches(1)[-1]
-        outcomes = {
-            job.key: Outcome("passed", result={"ns": {"pair 4K": 100.0 * (i + 1)}}) for i, job in enumerate(group.jobs)
-        }
+        outcomes = {"speed": Outcome("passed", result={"lines": {"pair 4K": speed.figures(TURNS)}})}
         header, row = outcome.speed_table([group], outcomes)
-        self.assertEqual(row, ["pair 4K", "100", "200", "300", "400", "3.000", "2.000"])
+        shares = ["0.500 (0.500 … 0.500)", "2.000 (2.000 … 2.000)"]
+        self.assertEqual(row, ["pair 4K", "300", "100", "150", "200", *shares])
         self.assertEqual(len(header), len(row))
+        self.assertEqual(outcome.speed_table([group], {}), [header])
 
     def test_figures(self):
         line = {
@@ -231,7 +266,8 @@ class Tables(unittest.TestCase):
             for group in every:
                 for job in group.jobs:
                     line = {"checks": 3} if kind == "test" else workload_line(1.0, 1)
-                    line = {"ns": {str(i): 1.0 for i in range(9)}} if group.name == "speed" else line
+                    if group.name == "speed":
+                        line = {"lines": dict.fromkeys(map(str, range(9)), speed.figures(TURNS))}
                     outcomes[job.key] = Outcome("passed", result=line)
             texts = [outcome.as_text(rows) for rows in outcome.tables(kind, every, outcomes)]
             texts.append(outcome.as_text(outcome.verdicts_table(every, outcomes)))
