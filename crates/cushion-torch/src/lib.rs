@@ -34,7 +34,7 @@ mod _cushion {
 
     use cushion::core::options::{Asked, Settings, torch_variable, without_key};
     use cushion::core::{Action, Policy, PoolId};
-    use cushion::{CudaEngine, HistoryPlan, devices};
+    use cushion::{DeviceEngine, HistoryPlan, devices};
     use pyo3::exceptions::{PyRuntimeError, PyValueError};
     use pyo3::prelude::*;
     use pyo3::types::{PyDict, PyList, PyString};
@@ -138,7 +138,7 @@ mod _cushion {
         device: i64,
         by_private_pools: bool,
     ) -> PyResult<Bound<'_, PyDict>> {
-        let stats = engine(device)?.map(CudaEngine::stats).unwrap_or_default();
+        let stats = engine(device)?.map(DeviceEngine::stats).unwrap_or_default();
         let nested = nest(py, stats.flat())?;
         if by_private_pools {
             let pools = PyDict::new(py);
@@ -178,7 +178,7 @@ mod _cushion {
     #[pyfunction]
     #[pyo3(signature = (device=0))]
     fn stats(py: Python<'_>, device: i64) -> PyResult<Bound<'_, PyDict>> {
-        let stats = engine(device)?.map(CudaEngine::stats).unwrap_or_default();
+        let stats = engine(device)?.map(DeviceEngine::stats).unwrap_or_default();
         let result = PyDict::new(py);
         result.set_item("hits", stats.hits)?;
         result.set_item("misses", stats.misses)?;
@@ -193,7 +193,7 @@ mod _cushion {
     #[pyfunction]
     fn reset_peak_memory_stats(py: Python<'_>, device: i64) -> PyResult<()> {
         let engine = engine(device)?;
-        py.detach(|| engine.map(CudaEngine::reset_peak_stats));
+        py.detach(|| engine.map(DeviceEngine::reset_peak_stats));
         Ok(())
     }
 
@@ -201,7 +201,7 @@ mod _cushion {
     #[pyfunction]
     fn reset_accumulated_memory_stats(py: Python<'_>, device: i64) -> PyResult<()> {
         let engine = engine(device)?;
-        py.detach(|| engine.map(CudaEngine::reset_accumulated_stats));
+        py.detach(|| engine.map(DeviceEngine::reset_accumulated_stats));
         Ok(())
     }
 
@@ -299,7 +299,7 @@ mod _cushion {
     #[pyfunction]
     fn check_invariants(py: Python<'_>, device: i64) -> PyResult<()> {
         let engine = engine(device)?;
-        let checked = py.detach(|| engine.map_or(Ok(()), CudaEngine::check_invariants));
+        let checked = py.detach(|| engine.map_or(Ok(()), DeviceEngine::check_invariants));
         checked.map_err(|violation| PyRuntimeError::new_err(format!("Cushion: {violation}")))
     }
 
@@ -310,7 +310,7 @@ mod _cushion {
         Ok(py.detach(|| cushion_cli::run(args)))
     }
 
-    fn engine(device: i64) -> PyResult<Option<&'static CudaEngine>> {
+    fn engine(device: i64) -> PyResult<Option<&'static DeviceEngine>> {
         // Before PyTorch has counted its devices, any could be there.
         let known = Some(plugin::device_count()).filter(|&count| count > 0);
         let count = known.unwrap_or(cushion::MAX_DEVICES);

@@ -5,7 +5,7 @@
 use std::sync::atomic::{AtomicI64, Ordering};
 
 use cushion::core::{AddressError, AllocError, Context, PoolId, StreamFilter, StreamId};
-use cushion::{CudaEngine, devices};
+use cushion::{DeviceEngine, devices};
 
 use crate::gil;
 use crate::profiler::{self, Totals};
@@ -41,7 +41,7 @@ pub(crate) fn alloc(bytes: u64, device: i64, stream: StreamId) -> Result<u64, Fa
 
 /// A thread with Python's lock takes what can be had at once; before it waits for more it gives the lock up.
 fn serve(
-    engine: &CudaEngine,
+    engine: &DeviceEngine,
     bytes: u64,
     stream: StreamId,
     context: Context,
@@ -69,7 +69,7 @@ pub(crate) fn free(address: u64, device: i64) {
 }
 
 /// Tells the profiler, if it records, of an allocation (`sign` 1) or a free (-1).
-fn report(engine: &CudaEngine, address: u64, device: i64, sign: i64) {
+fn report(engine: &DeviceEngine, address: u64, device: i64, sign: i64) {
     let Some(profiler) = profiler::recording() else { return };
     let Some((size, _)) = engine.size_of(address) else { return };
     let stats = engine.stats();
@@ -150,7 +150,7 @@ pub(crate) fn explain(error: &AllocError) -> String {
     }
 }
 
-fn engine(device: i64) -> Result<&'static CudaEngine, Failure> {
+fn engine(device: i64) -> Result<&'static DeviceEngine, Failure> {
     devices().get_or_make(device).map_err(|error| refusal::no_device(device, &error))
 }
 

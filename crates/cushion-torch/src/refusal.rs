@@ -7,7 +7,7 @@ use std::sync::{Mutex, PoisonError};
 
 use cushion::core::size::display;
 use cushion::core::{AllocError, Shortage};
-use cushion::{CudaEngine, DeviceError};
+use cushion::{DeviceEngine, DeviceError};
 use pyo3::prelude::*;
 
 use crate::profiler::{self, Totals};
@@ -32,7 +32,7 @@ pub(crate) fn no_device(device: i64, error: &DeviceError) -> Failure {
 
 /// A request was refused. No lock of Cushion's is held.
 #[cold]
-pub(crate) fn refused(device: i64, engine: &CudaEngine, error: &AllocError) -> Failure {
+pub(crate) fn refused(device: i64, engine: &DeviceEngine, error: &AllocError) -> Failure {
     match error {
         AllocError::FullNow(shortage) | AllocError::NeverFits(shortage) => {
             if let Some(profiler) = profiler::recording() {
@@ -67,7 +67,7 @@ fn tell(device: i64, bytes: u64, limit: u64, free: u64) {
     });
 }
 
-fn message(device: i64, engine: &CudaEngine, shortage: &Shortage) -> String {
+fn message(device: i64, engine: &DeviceEngine, shortage: &Shortage) -> String {
     if shortage.requested >= EXBIBYTE {
         return "CUDA out of memory. Tried to allocate more than 1EB memory.".to_owned();
     }
@@ -123,7 +123,7 @@ fn add_what_was_tried(text: &mut String, shortage: &Shortage) {
     text.push('.');
 }
 
-fn add_hint(text: &mut String, engine: &CudaEngine, shortage: &Shortage, cached: u64) {
+fn add_hint(text: &mut String, engine: &DeviceEngine, shortage: &Shortage, cached: u64) {
     let fragmented = cached >= shortage.wanted;
     if fragmented && !engine.options().expandable_segments {
         text.push_str(

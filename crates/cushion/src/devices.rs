@@ -14,9 +14,10 @@ use cushion_core::{Action, Clock, Engine, EngineConfig, Ladder, Options};
 use cushion_cuda::{CudaDriver, CudaError};
 
 use crate::clock::SystemClock;
+use crate::driver::DeviceDriver;
 
-/// The engine of a real GPU.
-pub type CudaEngine = Engine<CudaDriver>;
+/// The engine of a device, a GPU or a simulated one.
+pub type DeviceEngine = Engine<DeviceDriver>;
 
 /// The most devices that are served; PyTorch knows 120.
 pub const MAX_DEVICES: usize = 128;
@@ -24,7 +25,7 @@ pub const MAX_DEVICES: usize = 128;
 /// The engines of this process.
 #[derive(Debug)]
 pub struct Devices {
-    engines: [OnceLock<CudaEngine>; MAX_DEVICES],
+    engines: [OnceLock<DeviceEngine>; MAX_DEVICES],
     /// Whether an engine was made, or begun to be made.
     used: AtomicBool,
     abandoned: AtomicBool,
@@ -37,6 +38,8 @@ struct Plan {
     options: Options,
     history: HistoryPlan,
     clock: Option<Arc<dyn Clock>>,
+    /// Devices are simulated, with this capacity each.
+    simulated: Option<u64>,
 }
 
 /// What is kept of what happens.
@@ -64,6 +67,9 @@ pub enum DeviceError {
     /// The driver would not have it.
     #[error(transparent)]
     Cuda(#[from] CudaError),
+    /// Too late to simulate devices.
+    #[error("devices are in use already, and can be simulated only before that")]
+    InUse,
 }
 
 /// The engines of this process.
@@ -78,6 +84,7 @@ impl Devices {
             options: Options::DEFAULT,
             history: HistoryPlan { entries: 0, skip: Vec::new() },
             clock: None,
+            simulated: None,
         };
         Self {
             engines: [const { OnceLock::new() }; MAX_DEVICES],
@@ -89,7 +96,7 @@ impl Devices {
 
     /// The engine of a device, if there is one yet.
     #[must_use]
-    pub fn get(&self, device: i64) -> Option<&CudaEngine> {
+    pub fn get(&self, device: i64) -> Option<&DeviceEngine> {
         if self.is_abandoned() {
             return None;
         }
@@ -97,7 +104,7 @@ impl Devices {
     }
 
     /// The engine of a device; the first call makes it, and the device's primary context.
-    pub fn get_or_make(&self, device: i64) -> Result<&CudaEngine, DeviceError> {
+    pub fn get_or_make(&self, device: i64) -> Result<&DeviceEngine, DeviceError> {
         match self.get(device) {
             Some(engine) => Ok(engine),
             None => self.make(device),
@@ -105,7 +112,7 @@ impl Devices {
     }
 
     #[cold]
-    fn make(&self, device: i64) -> Result<&CudaEngine, DeviceError> {
+    fn make(&self, device: i64) -> Result<&DeviceEngine, DeviceError> {
         let place = usize::try_from(device).ok().and_then(|device| self.engines.get(device));
         let (Some(place), Ok(index)) = (place, u32::try_from(device)) else {
             return Err(DeviceError::OutOfRange(device));
@@ -116,7 +123,10 @@ impl Devices {
             return Ok(engine);
         }
         self.used.store(true, Ordering::Relaxed);
-        let driver = CudaDriver::new(index)?;
+        let driver = match plan.simulated {
+            Some(capacity) => DeviceDriver::simulated(index, capacity),
+            None => DeviceDriver::Cuda(CudaDriver::new(index)?),
+        };
         let clock = plan.clock.get_or_insert_with(|| Arc::new(SystemClock::new()));
         let clock = Arc::clone(clock);
         let options = plan.options.clone();
@@ -129,8 +139,25 @@ impl Devices {
         Ok(place.get_or_init(|| engine))
     }
 
+    /// Devices are simulated from now on, each with `capacity` bytes: for tests, and for trying things out where
+    /// there is no GPU. Their addresses can be handed around, and not followed. An error if a device is in use.
+    pub fn simulate(&self, capacity: u64) -> Result<(), DeviceError> {
+        let mut plan = self.plan().ok_or(DeviceError::Forked)?;
+        if self.used.load(Ordering::Relaxed) && plan.simulated != Some(capacity) {
+            return Err(DeviceError::InUse);
+        }
+        plan.simulated = Some(capacity);
+        Ok(())
+    }
+
+    /// Whether devices are simulated.
+    #[must_use]
+    pub fn are_simulated(&self) -> bool {
+        self.plan().is_some_and(|plan| plan.simulated.is_some())
+    }
+
     /// The engines there are, each with its device.
-    pub fn made(&self) -> impl Iterator<Item = (usize, &CudaEngine)> {
+    pub fn made(&self) -> impl Iterator<Item = (usize, &DeviceEngine)> {
         let abandoned = self.is_abandoned();
         let engines = self.engines.iter().enumerate().filter(move |_| !abandoned);
         engines.filter_map(|(device, engine)| Some((device, engine.get()?)))
@@ -193,5 +220,26 @@ impl Devices {
     /// The plan; none in a child made by fork, where a thread that is gone may hold its lock.
     fn plan(&self) -> Option<MutexGuard<'_, Plan>> {
         (!self.is_abandoned()).then(|| self.plan.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use cushion_core::StreamId;
+
+    use super::*;
+
+    #[test]
+    fn simulated_devices_serve_as_others_do() {
+        let devices = Devices::new();
+        devices.simulate(1 << 30).unwrap();
+        assert!(devices.are_simulated());
+        let gpu = devices.get_or_make(1).unwrap();
+        let address = gpu.alloc(3 << 20, StreamId(0)).unwrap();
+        assert_eq!(gpu.stats().reserved_bytes.all.current, 20 << 20);
+        gpu.free(address).unwrap();
+        assert_eq!(devices.made().map(|(device, _)| device).collect::<Vec<_>>(), [1]);
+        assert!(devices.simulate(1 << 30).is_ok(), "nothing changes");
+        assert!(matches!(devices.simulate(2 << 30), Err(DeviceError::InUse)));
     }
 }

@@ -7,8 +7,10 @@
 
 mod clock;
 mod devices;
+mod driver;
 
 pub use clock::SystemClock;
 pub use cushion_core as core;
 pub use cushion_cuda::{CudaDriver, CudaError, name as error_name};
-pub use devices::{CudaEngine, DeviceError, Devices, HistoryPlan, MAX_DEVICES, devices};
+pub use devices::{DeviceEngine, DeviceError, Devices, HistoryPlan, MAX_DEVICES, devices};
+pub use driver::DeviceDriver;
