@@ -18,10 +18,10 @@ help: ## what can be made
 
 test: ## format, lints, documentation, every test that needs no GPU (SEED=N for other random cases)
 	$(CARGO) fmt --all -- --check
-	$(CARGO) clippy --workspace --all-targets --locked -- -D warnings
-	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --workspace --no-deps --locked --quiet
+	$(CARGO) clippy --workspace --all-targets --features cushion/cudarc --locked -- -D warnings
+	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --workspace --no-deps --features cushion/cudarc --locked --quiet
 	@sh scripts/setup-browser.sh
-	PROPTEST_RNG_SEED=$(SEED) $(CARGO) test --workspace --locked
+	PROPTEST_RNG_SEED=$(SEED) $(CARGO) test --workspace --features cushion/cudarc --locked
 	@$(MAKE) --no-print-directory test-viz test-python test-wheel
 
 test-viz: ## converted snapshots in PyTorch's own tools (MEMORYVIZ_JS=PATH for its viewer too)
