@@ -95,6 +95,7 @@ def tests() -> list[Group]:
         Group("graphs", "CUDA graphs beside eager work", for_policies(["graphs"], 240)),
         Group("race", "memory freed while another stream reads it", for_policies(["race"], 120)),
         Group("losses", "models trained to the same numbers", (losses,)),
+        Group("examples", "every example, and the C interface", for_policies(["examples"], 400)),
         Group("snapshot", "recorded, and replayed address by address", for_policies(["snapshot"], 240)),
     ]
 

@@ -40,7 +40,17 @@ pub struct Device {
 enum EngineOf {
     /// The one engine that everybody in this process shares.
     Process(&'static DeviceEngine),
-    Own(Arc<DeviceEngine>),
+    Own(Arc<Own>),
+}
+
+/// An engine that goes when its last device, buffer and stream go.
+struct Own(DeviceEngine);
+
+impl Drop for Own {
+    fn drop(&mut self) {
+        // All of it is free by now, but for what was given away with `into_raw`.
+        let _ = self.0.empty_cache();
+    }
 }
 
 impl Device {
@@ -219,7 +229,7 @@ impl Device {
     pub fn engine(&self) -> &DeviceEngine {
         match &self.engine {
             EngineOf::Process(engine) => engine,
-            EngineOf::Own(engine) => engine,
+            EngineOf::Own(own) => &own.0,
         }
     }
 
@@ -312,6 +322,6 @@ impl DeviceBuilder {
         if let Some(policy) = self.policy {
             engine.set_policy(policy);
         }
-        Device { engine: EngineOf::Own(Arc::new(engine)) }
+        Device { engine: EngineOf::Own(Arc::new(Own(engine))) }
     }
 }

@@ -58,6 +58,19 @@ mod tests {
     }
 
     #[test]
+    fn a_cache_of_ones_own_goes_with_its_last_user() {
+        with_standin(&[], |lib| {
+            let own = Device::builder().cuda(0).unwrap();
+            let stream = own.new_stream().unwrap();
+            let buffer = own.alloc_zeros::<u8>(5000, &stream).unwrap();
+            drop((own, stream));
+            assert!(lib.standin_held(0) > 0, "the buffer keeps its device");
+            drop(buffer);
+            assert_eq!(lib.standin_held(0), 0);
+        });
+    }
+
+    #[test]
     fn a_variable_that_is_no_good_is_named() {
         with_standin(&[("CUSHION_POLICY", "magic")], |_| {
             let failed = Device::cuda(0).unwrap_err().to_string();
