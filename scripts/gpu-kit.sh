@@ -3,8 +3,8 @@
 #     gpu-kit/wheel         the Python package
 #     gpu-kit/site          the same, unpacked, for PYTHONPATH
 #     gpu-kit/gpu_contract  the tests of the CUDA layer
-#     gpu-kit/examples      the examples that are compiled
-# CARGO and PYTHON are the commands to build with.
+#     gpu-kit/examples      the examples that are compiled, and the tests of the library for C and C++
+# CARGO, PYTHON, CC and CXX are the commands to build with.
 set -eu
 cd "$(dirname "$0")/.."
 cargo=${CARGO:-cargo}
@@ -21,6 +21,15 @@ mkdir gpu-kit/examples
 "$cargo" build -p cushion --examples --features cudarc --release --locked --message-format=json >"$messages"
 for example in buffers kernel; do
     cp "$("$python" scripts/executable.py "$example" <"$messages")" "gpu-kit/examples/$example"
+done
+"$cargo" build -p cushion-capi --release --locked
+# With everything but the C library itself inside, so that they run where C++'s is another one.
+library="${CARGO_TARGET_DIR:-target}/release/libcushion_c.a -static-libgcc -lpthread -lm -ldl"
+for program in capi_c:tests/capi/c.c c_alloc:examples/c/alloc.c; do
+    ${CC:-cc} -std=c99 -D_XOPEN_SOURCE=700 -O2 -Iinclude -o "gpu-kit/examples/${program%%:*}" "${program#*:}" $library
+done
+for program in capi_cpp:tests/capi/cpp.cpp cpp_buffers:examples/cpp/buffers.cpp; do
+    ${CXX:-c++} -std=c++11 -O2 -Iinclude -o "gpu-kit/examples/${program%%:*}" "${program#*:}" -static-libstdc++ $library
 done
 sh scripts/wheel.sh gpu-kit/wheel
 # Last: what is unpacked says that the kit is whole.

@@ -7,7 +7,8 @@
 set -eu
 [ $# -eq 2 ] || { sed -n '2,6s/^# \{0,1\}//p' "$0" >&2; exit 2; }
 prefix=$1
-built=$2
+case $prefix in /*) ;; *) echo "install-c: $prefix is no absolute path" >&2; exit 2 ;; esac
+built=$(cd "$2" && pwd)
 cd "$(dirname "$0")/.."
 root=${DESTDIR:-}$prefix
 version=$(sed -n 's/^#define CUSHION_VERSION "\(.*\)"/\1/p' include/cushion.h)

@@ -50,5 +50,6 @@ int main(void) {
     check(cushion_free(gpu, scratch));
     check(cushion_free(gpu, weights));
     check(cushion_device_destroy(gpu));
+    puts("ok");
     return 0;
 }

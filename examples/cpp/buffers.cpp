@@ -45,7 +45,7 @@ int main() {
             // ... freed at the end of each turn, and served from the cache in the next
         }
         const cushion_statistics stats = gpu.stats();
-        std::cout << stats.hits << " of " << stats.allocations << " allocations served from the cache\n";
+        std::cout << stats.hits << " of " << stats.allocations << " allocations served from the cache\nok\n";
     } catch (const cushion::error &failure) {
         std::cerr << cushion_status_name(failure.status()) << ": " << failure.what() << "\n";
         return 1;

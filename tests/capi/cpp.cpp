@@ -1,4 +1,4 @@
-// The classes of cushion.h, as a C++ program sees them: `cpp [simulated|cuda]`.
+// The classes of cushion.h, as a C++ program sees them: `cpp [cuda|simulated]`.
 #include <thread>
 #include <vector>
 

@@ -41,28 +41,33 @@ static void failed(int line, const char *what) {
 /* Whether the device under test is a GPU, rather than a simulated one. */
 static int on_gpu;
 
-/* Reads the argument. On a machine without a GPU the program says so and is done. */
+/* Reads the argument. Without one, it is a GPU if there is one; told to use one that is not there, it skips. */
 static void begin(const char *program, int count, char **arguments) {
+    const char *wanted = count > 1 ? arguments[1] : "any";
     program_name = program;
     test_name = "begin";
-    on_gpu = count > 1 && strcmp(arguments[1], "cuda") == 0;
-    if (count > 2 || (count == 2 && !on_gpu && strcmp(arguments[1], "simulated") != 0)) {
-        printf("usage: %s [simulated|cuda]\n", program);
+    if (count > 2 || (count == 2 && strcmp(wanted, "cuda") != 0 && strcmp(wanted, "simulated") != 0)) {
+        printf("usage: %s [cuda|simulated]\n", program);
         exit(2);
     }
-    if (on_gpu) {
+    if (strcmp(wanted, "simulated") != 0) {
         cushion_device *gpu;
         cushion_status status = cushion_device_cuda(0, "", &gpu);
-        if (status == CUSHION_NO_DEVICE) {
+        if (status == CUSHION_NO_DEVICE && strcmp(wanted, "cuda") == 0) {
             printf("%s: SKIPPED: %s\n", program_name, cushion_last_error());
             exit(0);
         }
-        CHECK_STATUS(CUSHION_OK, status);
-        CHECK_STATUS(CUSHION_OK, cushion_device_destroy(gpu));
+        if (status != CUSHION_NO_DEVICE) {
+            CHECK_STATUS(CUSHION_OK, status);
+            CHECK_STATUS(CUSHION_OK, cushion_device_destroy(gpu));
+            on_gpu = 1;
+        }
     }
+    printf("%s: on %s\n", program_name, on_gpu ? "the first GPU" : "a simulated device");
 }
 
-static void end(void) { printf("%s: PASSED\n", program_name); }
+/* The last line of a program that passed. */
+static void end(void) { puts("ok"); }
 
 /* The driver's functions, and a context to call them in. */
 typedef struct driver {
