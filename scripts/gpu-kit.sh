@@ -23,13 +23,13 @@ for example in buffers kernel; do
     cp "$("$python" scripts/executable.py "$example" <"$messages")" "gpu-kit/examples/$example"
 done
 "$cargo" build -p cushion-capi --release --locked
-# With everything but the C library itself inside, so that they run where C++'s is another one.
-library="${CARGO_TARGET_DIR:-target}/release/libcushion_c.a -static-libgcc -lpthread -lm -ldl"
+# The compiler's own libraries stay outside: the static ones of a new compiler ask for a newer glibc than all else here.
+library="${CARGO_TARGET_DIR:-target}/release/libcushion_c.a -lgcc_s -lpthread -lm -ldl"
 for program in capi_c:tests/capi/c.c c_alloc:examples/c/alloc.c; do
     ${CC:-cc} -std=c99 -D_XOPEN_SOURCE=700 -O2 -Iinclude -o "gpu-kit/examples/${program%%:*}" "${program#*:}" $library
 done
 for program in capi_cpp:tests/capi/cpp.cpp cpp_buffers:examples/cpp/buffers.cpp; do
-    ${CXX:-c++} -std=c++11 -O2 -Iinclude -o "gpu-kit/examples/${program%%:*}" "${program#*:}" -static-libstdc++ $library
+    ${CXX:-c++} -std=c++11 -O2 -Iinclude -o "gpu-kit/examples/${program%%:*}" "${program#*:}" $library
 done
 sh scripts/wheel.sh gpu-kit/wheel
 # Last: what is unpacked says that the kit is whole.
