@@ -225,6 +225,24 @@ static void out_of_memory(void) {
     CHECK_STATUS(CUSHION_OK, cushion_device_destroy(device));
 }
 
+/* Sizes at the ends of what can be counted: served or refused, never anything else. */
+static void odd_sizes(void) {
+    const size_t capacities[] = {0, 1, MIB, SIZE_MAX / 2, SIZE_MAX};
+    const size_t sizes[] = {1, 511, MIB + 1, SIZE_MAX / 2, SIZE_MAX - 511, SIZE_MAX};
+    size_t i, j;
+    for (i = 0; i < sizeof capacities / sizeof *capacities; i++) {
+        cushion_device *device;
+        CHECK_STATUS(CUSHION_OK, cushion_device_simulated(capacities[i], NULL, &device));
+        for (j = 0; j < sizeof sizes / sizeof *sizes; j++) {
+            void *memory;
+            cushion_status status = cushion_alloc(device, sizes[j], NULL, &memory);
+            CHECK(status == CUSHION_OK ? memory != NULL : status == CUSHION_OUT_OF_MEMORY && memory == NULL);
+            CHECK_STATUS(CUSHION_OK, cushion_free(device, memory));
+        }
+        CHECK_STATUS(CUSHION_OK, cushion_device_destroy(device));
+    }
+}
+
 static void options(void) {
     cushion_device *device = make("expandable_segments:True,per_process_memory_fraction:0.5");
     size_t available, total;
@@ -374,6 +392,7 @@ int main(int count, char **arguments) {
     RUN(streams);
     RUN(statistics);
     RUN(out_of_memory);
+    RUN(odd_sizes);
     RUN(options);
     RUN(what_is_live_goes_with_a_device);
     RUN(threads);

@@ -52,7 +52,7 @@ functions! {
 
     /// Memory for `bytes` bytes.
     fn cushion_alloc(device: Handle, bytes: usize, stream: *mut c_void, out: Out<*mut c_void>) {
-        out.begin("out", std::ptr::null_mut())?;
+        let out = out.begin("out", std::ptr::null_mut())?;
         let found = device.with(|device| Ok(device.engine().alloc(bytes as u64, stream_id(stream))?))?;
         out.give(pointer(found));
         Ok(())
@@ -73,7 +73,7 @@ functions! {
 
     /// The size of the block behind an allocation.
     fn cushion_size_of(device: Handle, pointer: *mut c_void, out: Out<usize>) {
-        out.begin("out", 0)?;
+        let out = out.begin("out", 0)?;
         out.give(device.with(|device| match address(pointer) {
             0 => Ok(0),
             address => device.engine().size_of(address).map(|(block, _)| size(block)).ok_or_else(|| {
@@ -97,8 +97,8 @@ functions! {
 
     /// What the device has free, and in all.
     fn cushion_memory_info(device: Handle, free_bytes: Out<usize>, total_bytes: Out<usize>) {
-        free_bytes.begin("free_bytes", 0)?;
-        total_bytes.begin("total_bytes", 0)?;
+        let free_bytes = free_bytes.begin("free_bytes", 0)?;
+        let total_bytes = total_bytes.begin("total_bytes", 0)?;
         let info = device.with(|device| Ok(device.memory_info()?))?;
         free_bytes.give(size(info.free));
         total_bytes.give(size(info.total));
@@ -107,9 +107,9 @@ functions! {
 
     /// All figures.
     fn cushion_stats(device: Handle, out: Out<Statistics>) {
-        let room = out.room()?;
+        let asked = out.asked()?;
         let stats = device.with(|device| Ok(device.stats()))?;
-        out.fill(room, &stats);
+        asked.fill(&stats);
         Ok(())
     }
 
@@ -125,7 +125,7 @@ functions! {
 
     /// A GPU.
     fn cushion_device_cuda(index: c_int, conf: Text, out: Out<Handle>) {
-        out.begin("out", Handle::NULL)?;
+        let out = out.begin("out", Handle::NULL)?;
         let conf = conf.get("conf")?;
         let Ok(index) = u32::try_from(index) else {
             let text = format!("no device {index}: they are numbered from 0");
@@ -141,7 +141,7 @@ functions! {
 
     /// A simulated device.
     fn cushion_device_simulated(capacity: usize, conf: Text, out: Out<Handle>) {
-        out.begin("out", Handle::NULL)?;
+        let out = out.begin("out", Handle::NULL)?;
         let conf = conf.get("conf")?.unwrap_or_default();
         let device = Device::builder().conf(&conf)?.simulated(capacity as u64);
         out.give(Handle::open(Held { device, own: true })?);

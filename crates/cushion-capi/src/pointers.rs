@@ -1,6 +1,7 @@
 //! What C passes by pointer: where results go, texts, and addresses of the device's that nobody here follows.
 
 use std::ffi::{CStr, c_char, c_void};
+use std::ptr::NonNull;
 
 use cushion::StreamId;
 
@@ -13,24 +14,26 @@ use crate::status::{Failure, Status};
 pub struct Out<T>(*mut T);
 
 impl<T> Out<T> {
-    /// Begins with `value`, which stays there if the call fails.
-    pub(crate) fn begin(&self, argument: &str, value: T) -> Result<(), Failure> {
-        if self.0.is_null() {
-            return Err(Failure::null(argument));
-        }
-        self.give(value);
-        Ok(())
+    /// The place, which holds `value` if the call fails later.
+    pub(crate) fn begin(&self, argument: &str, value: T) -> Result<Place<T>, Failure> {
+        let place = Place(self.place(argument)?);
+        place.give(value);
+        Ok(place)
     }
 
-    /// The result, after [`begin`](Self::begin).
+    pub(crate) fn place(&self, argument: &str) -> Result<NonNull<T>, Failure> {
+        NonNull::new(self.0).ok_or_else(|| Failure::null(argument))
+    }
+}
+
+/// Where a result goes, and not null.
+pub(crate) struct Place<T>(NonNull<T>);
+
+impl<T> Place<T> {
     pub(crate) fn give(&self, value: T) {
-        // SAFETY: `begin` found it not null, so the caller has made it point to a place for a `T`. Results leave
-        // through C's pointers only.
+        // SAFETY: not null, so the caller has made it point to a place for a `T`, for the time of the call; it is made
+        // during a call and lives no longer. Results leave through C's pointers only.
         unsafe { self.0.write(value) };
-    }
-
-    pub(crate) fn as_ptr(&self) -> *mut T {
-        self.0
     }
 }
 

@@ -1,5 +1,7 @@
 //! `cushion_statistics`: figures in a struct that can grow, because its owner says how much of it it knows.
 
+use std::ptr::NonNull;
+
 use cushion::Stats;
 
 use crate::pointers::Out;
@@ -69,32 +71,37 @@ statistics! {
 /// The size of the first version: nobody can know less.
 const FIRST: usize = size_of::<usize>() + 18 * size_of::<u64>();
 
+/// A struct of the caller's, and how much of it both sides know.
+pub(crate) struct Asked {
+    to: NonNull<Statistics>,
+    room: usize,
+}
+
 impl Out<Statistics> {
-    /// How much of the struct its owner knows.
-    pub(crate) fn room(&self) -> Result<usize, Failure> {
-        if self.as_ptr().is_null() {
-            return Err(Failure::null("out"));
-        }
+    pub(crate) fn asked(&self) -> Result<Asked, Failure> {
+        let to = self.place("out")?;
         // SAFETY: not null, so the caller has made it point to the struct, whose first field this is, and has set
         // it. The struct as a whole may be shorter than ours, so that no reference to it can be made.
-        let told = unsafe { self.as_ptr().cast::<usize>().read() };
+        let told = unsafe { to.cast::<usize>().read() };
         if told < FIRST {
             let text = format!(
                 "`out->struct_size` is {told}: set it to sizeof(cushion_statistics), {FIRST} at least"
             );
             return Err(Failure::new(Status::InvalidArgument, text));
         }
-        Ok(told.min(size_of::<Statistics>()))
+        Ok(Asked { to, room: told.min(size_of::<Statistics>()) })
     }
+}
 
+impl Asked {
     /// Fills as much of the struct as both sides know, and says how much that is.
-    pub(crate) fn fill(&self, room: usize, stats: &Stats) {
-        let figures = Statistics { struct_size: room, ..Statistics::from(stats) };
-        let from = (&raw const figures).cast::<u8>();
-        let to = self.as_ptr().cast::<u8>();
-        // SAFETY: both have `room` bytes: `room` is no more than our struct, and no more than the caller said that
-        // its own has. Ours is on this stack, so they do not overlap. The fields are numbers without gaps.
-        unsafe { to.copy_from_nonoverlapping(from, room) };
+    pub(crate) fn fill(&self, stats: &Stats) {
+        let figures = Statistics { struct_size: self.room, ..Statistics::from(stats) };
+        let from = NonNull::from_ref(&figures).cast::<u8>();
+        // SAFETY: both have `room` bytes: it is no more than our struct, and no more than the caller said that its own
+        // has. Ours is on this stack, so they do not overlap. The fields are numbers without gaps. A write of the
+        // whole would go past the end of a shorter struct.
+        unsafe { self.to.cast::<u8>().copy_from_nonoverlapping(from, self.room) };
     }
 }
 
