@@ -109,6 +109,9 @@ impl std::fmt::Display for Shortage {
                  nothing could be given back"
             )?;
         }
+        for (index, tried) in self.tried.iter().enumerate() {
+            write!(f, "{} {tried}", if index == 0 { ". Cushion" } else { ", then" })?;
+        }
         Ok(())
     }
 }

@@ -40,17 +40,8 @@ pub struct Device {
 enum EngineOf {
     /// The one engine that everybody in this process shares.
     Process(&'static DeviceEngine),
-    Own(Arc<Own>),
-}
-
-/// An engine that goes when its last device, buffer and stream go.
-struct Own(DeviceEngine);
-
-impl Drop for Own {
-    fn drop(&mut self) {
-        // All of it is free by now, but for what was given away with `into_raw`.
-        let _ = self.0.empty_cache();
-    }
+    /// One that goes with its last device, buffer and stream, and gives its memory back then.
+    Own(Arc<DeviceEngine>),
 }
 
 impl Device {
@@ -229,7 +220,7 @@ impl Device {
     pub fn engine(&self) -> &DeviceEngine {
         match &self.engine {
             EngineOf::Process(engine) => engine,
-            EngineOf::Own(own) => &own.0,
+            EngineOf::Own(engine) => engine,
         }
     }
 
@@ -322,6 +313,6 @@ impl DeviceBuilder {
         if let Some(policy) = self.policy {
             engine.set_policy(policy);
         }
-        Device { engine: EngineOf::Own(Arc::new(Own(engine))) }
+        Device { engine: EngineOf::Own(Arc::new(engine)) }
     }
 }
