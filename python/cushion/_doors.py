@@ -25,12 +25,16 @@ def enter(enable_logging: bool | None = None, *, without_torch: bool = False) ->
     :raises cushion.InstallError: if PyTorch does not let Cushion in
     """
     with _lock:
-        if simulated() or (without_torch and importlib.util.find_spec("torch") is None):
+        if simulated() or (without_torch and not _has_torch()):
             _start(enable_logging)
         elif not _install.is_installed():
             _install.install(enable_logging=enable_logging)
         elif enable_logging is not None:
             _log.enable(enable_logging)
+
+
+def _has_torch() -> bool:
+    return sys.modules.get("torch") is not None or importlib.util.find_spec("torch") is not None
 
 
 def simulated() -> bool:
