@@ -8,6 +8,7 @@ MEMORYVIZ_JS ?=
 PYTHON ?= python3
 TORCH ?=
 ARGS ?=
+PYTHON_CODE = examples python scripts tests
 CUSHION = $(or $(CARGO_TARGET_DIR),target)/release/cushion
 
 .PHONY: help test test-viz demo picture bench docs verify fuzz clean \
@@ -29,8 +30,8 @@ test-viz: ## converted snapshots in PyTorch's own tools (MEMORYVIZ_JS=PATH for i
 	@sh scripts/test-viz.sh $(CUSHION) "$(MEMORYVIZ_JS)"
 
 test-python: ## the Python package, over stand-ins for CUDA (TORCH=2.11.0 installs that PyTorch, 5 GB, for all of it)
-	@tools=$$(PYTHON="$(PYTHON)" sh scripts/python.sh ruff mypy) && "$$tools/ruff" check --quiet python scripts tests \
-		&& "$$tools/ruff" format --quiet --check python scripts tests && "$$tools/mypy"
+	@tools=$$(PYTHON="$(PYTHON)" sh scripts/python.sh ruff mypy) && "$$tools/ruff" check --quiet $(PYTHON_CODE) \
+		&& "$$tools/ruff" format --quiet --check $(PYTHON_CODE) && "$$tools/mypy"
 	@$(PYTHON) -m unittest discover -s tests/gpu -p 'test_*.py'
 	@CARGO="$(CARGO)" PYTHON="$(PYTHON)" TORCH="$(TORCH)" sh scripts/test-python.sh
 
