@@ -24,13 +24,12 @@ def enter(enable_logging: bool | None = None, *, without_torch: bool = False) ->
     :param without_torch: that the engine is ready will do where there is no PyTorch
     :raises cushion.InstallError: if PyTorch does not let Cushion in
     """
-    with _lock:
-        if simulated() or (without_torch and not _has_torch()):
-            _start(enable_logging)
-        elif not _install.is_installed():
-            _install.install(enable_logging=enable_logging)
-        elif enable_logging is not None:
-            _log.enable(enable_logging)
+    if simulated() or (without_torch and not _has_torch()):
+        _start(enable_logging)
+    elif not _install.is_installed():
+        _install.install(enable_logging=enable_logging)
+    elif enable_logging is not None:
+        _log.enable(enable_logging)
 
 
 def _has_torch() -> bool:
@@ -51,14 +50,15 @@ def simulated() -> bool:
 
 def _start(enable_logging: bool | None) -> None:
     global _started
-    if _started:
-        if enable_logging is not None:
-            _log.enable(enable_logging)
-        return
     settings = _cushion.gather_settings(dict(os.environ), log=enable_logging)
-    _cushion.start(settings)
-    _log.enable(settings.log)
-    _started = True
+    with _lock:
+        if _started:
+            if enable_logging is not None:
+                _log.enable(enable_logging)
+            return
+        _cushion.start(settings)
+        _log.enable(settings.log)
+        _started = True
     where = "simulated devices" if _cushion.is_simulated() else "GPUs without PyTorch"
     _log.logger.info("cushion %s serves %s: policy %s", _cushion.__version__, where, settings.policy)
 

@@ -63,8 +63,8 @@ class GCAllocator:
         """Returns whether that changed anything."""
         global _installed, _frozen
         wanted = _doors.flag("GC_ALLOCATOR_LOG") if self.enable_logging is None else self.enable_logging
+        _doors.enter(wanted)
         with _lock:
-            _doors.enter(wanted)
             changed = not _installed
             _installed, _frozen = True, None
         return changed
@@ -91,10 +91,11 @@ def _uninstall() -> None:
     with _lock:
         if not _installed:
             return
-        _installed, _frozen = False, gather(ledger.figures())
-        _log.logger.info("gcAllocator: uninstalled with %s", _frozen)
+        stats = gather(ledger.figures())
+        _installed, _frozen = False, stats
         say = cushion.is_installed() and not _said
         _said = _said or say
+    _log.logger.info("gcAllocator: uninstalled with %s", stats)
     if say:
         warnings.warn(
             "PyTorch cannot change its allocator back: Cushion goes on serving this process, and gcAllocator's "

@@ -1,5 +1,5 @@
 """The figures of gcAllocator, read from Cushion's own counters. Sizes are of blocks, as `torch.cuda.memory_allocated()`
-counts them: what was asked for, rounded up to 512 bytes."""
+counts them: a little more than was asked for."""
 
 from __future__ import annotations
 
