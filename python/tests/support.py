@@ -299,6 +299,19 @@ class ProcessCase(unittest.TestCase):
         for name, method in list(vars(cls).items()):
             if name.startswith("test") and callable(method):
                 setattr(cls, name, _elsewhere(name, method))
+            elif name == "setUp":
+                cls.setUp = _only_there(method)  # type: ignore[method-assign]
+
+
+def _only_there(method: Any) -> Any:
+    """What prepares a test is done where it runs, and not in the process that starts that one."""
+
+    @functools.wraps(method)
+    def set_up(self: ProcessCase) -> None:
+        if self.in_own_process:
+            method(self)
+
+    return set_up
 
 
 def _elsewhere(name: str, method: Any) -> Any:
