@@ -9,25 +9,34 @@ PYTHON ?= python3
 TORCH ?=
 ARGS ?=
 PYTHON_CODE = examples python scripts tests
+PREFIX ?= /usr/local
+DESTDIR ?=
 CUSHION = $(or $(CARGO_TARGET_DIR),target)/release/cushion
 
 .PHONY: help test test-viz demo picture bench docs verify fuzz clean \
-	test-python test-wheel wheel gpu-kit test-gpu bench-gpu
+	test-python test-wheel test-capi wheel install-c gpu-kit test-gpu bench-gpu
 
 help: ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
 
 test: ## format, lints, documentation, every test that needs no GPU (SEED=N for other random cases)
 	$(CARGO) fmt --all -- --check
-	$(CARGO) clippy --workspace --all-targets --locked -- -D warnings
-	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --workspace --no-deps --locked --quiet
+	$(CARGO) clippy --workspace --all-targets --features cushion/cudarc --locked -- -D warnings
+	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --workspace --no-deps --features cushion/cudarc --locked --quiet
 	@sh scripts/setup-browser.sh
-	PROPTEST_RNG_SEED=$(SEED) $(CARGO) test --workspace --locked
-	@$(MAKE) --no-print-directory test-viz test-python test-wheel
+	PROPTEST_RNG_SEED=$(SEED) $(CARGO) test --workspace --features cushion/cudarc --locked
+	@$(MAKE) --no-print-directory test-viz test-capi test-python test-wheel
 
 test-viz: ## converted snapshots in PyTorch's own tools (MEMORYVIZ_JS=PATH for its viewer too)
 	@$(CARGO) build --release --locked --quiet --bin cushion
 	@sh scripts/test-viz.sh $(CUSHION) "$(MEMORYVIZ_JS)"
+
+test-capi: ## the library for C and C++, by programs in both, over simulated devices (CC, CXX)
+	@CARGO="$(CARGO)" CC="$(CC)" CXX="$(CXX)" sh scripts/test-capi.sh
+
+install-c: ## cushion.h, the libraries for C and C++ and cushion.pc, in PREFIX (/usr/local) below DESTDIR
+	@$(CARGO) build --release --locked --quiet -p cushion-capi
+	@DESTDIR="$(DESTDIR)" sh scripts/install-c.sh "$(PREFIX)" "$(or $(CARGO_TARGET_DIR),target)/release"
 
 test-python: ## the Python package, over stand-ins for CUDA (TORCH=2.11.0 installs that PyTorch, 5 GB, for all of it)
 	@tools=$$(PYTHON="$(PYTHON)" sh scripts/python.sh ruff mypy) && "$$tools/ruff" check --quiet $(PYTHON_CODE) \

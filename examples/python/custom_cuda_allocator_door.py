@@ -61,6 +61,7 @@ def main() -> None:
     except (MemoryError, RuntimeError) as error:
         print(f"A PiB is refused: {error}")
     print(f"Retries: {custom_cuda_allocator.get_retry_count()}")
+    print("ok")
 
 
 if __name__ == "__main__":

@@ -58,6 +58,7 @@ def main() -> None:
         stats = allocator.get_stats()
         print(f"With 64 MiB of somebody else's: {stats}")
     print(f"Peak memory: {stats.peak_bytes_allocated / MIB:.2f} MiB, and {stats.oom_count} times out of memory")
+    print("ok")
 
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ def main() -> None:
         else:
             refused = found["oom"]["requested"] / GIB
             print(f"  {found['policy']}: out of memory at a request of {refused:.2f} GiB; {smallest}")
+    print("ok")
 
 
 if __name__ == "__main__":

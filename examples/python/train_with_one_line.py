@@ -46,6 +46,7 @@ def main() -> None:
     print(f"allocator: {torch.cuda.memory.get_allocator_backend()}")
     print(f"peak: {torch.cuda.max_memory_allocated() / (1 << 20):.2f} MiB")
     print(f"served from memory already held: {figures['hits']}; asked of the driver: {figures['misses']}")
+    print("ok")
 
 
 if __name__ == "__main__":

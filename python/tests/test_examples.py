@@ -14,6 +14,8 @@ class Examples(unittest.TestCase):
     def example(self, name: str, changes: dict[str, str | None]) -> str:
         done = support.python(str(EXAMPLES / name), changes=changes)
         self.assertEqual(done.returncode, 0, done.stderr)
+        if not done.stdout.startswith("SKIPPED: "):
+            self.assertEqual(done.stdout.splitlines()[-1], "ok")
         return done.stdout
 
 
@@ -37,7 +39,7 @@ class WithoutGpu(Examples):
         self.assertTrue(self.example("train_with_one_line.py", NO_GPU).startswith("SKIPPED: "))
 
     def test_replay(self) -> None:
-        first, segments, expandable = self.example("replay_snapshot.py", NO_GPU).splitlines()
+        first, segments, expandable, _ = self.example("replay_snapshot.py", NO_GPU).splitlines()
         self.assertEqual(first, "graphs_serving.pickle.gz on 4.5GiB:")
         self.assertIn("segments: out of memory at a request of 0.40 GiB; the smallest card is 4.58 GiB", segments)
         self.assertIn("expandable: fits", expandable)

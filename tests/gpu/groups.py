@@ -96,6 +96,7 @@ def tests() -> list[Group]:
         Group("race", "memory freed while another stream reads it", for_policies(["race"], 120)),
         Group("losses", "models trained to the same numbers", (losses,)),
         Group("doors", "programs written for other allocators", for_policies(["doors"], 240, ("blocks.py",))),
+        Group("examples", "every example, and the C interface", for_policies(["examples"], 400)),
         Group("snapshot", "recorded, and replayed address by address", for_policies(["snapshot"], 240)),
     ]
 

@@ -28,11 +28,13 @@
 //! on that stream, and the caller keeps to calls that are legal then.
 
 mod checked;
+mod memory;
 mod prices;
 mod script;
 mod sim;
 
 pub use checked::CheckedDriver;
+pub use memory::SimMemory;
 pub use prices::{Priced, price};
 pub use script::FailWhen;
 pub use sim::{CallCounts, SimConfig, SimDriver};

@@ -302,6 +302,64 @@ impl Api {
         check(unsafe { (self.cuMemUnmap)(address, size(bytes)?) })
     }
 
+    // ---- what is in memory ----
+    //
+    // CUDA knows host memory that was registered with it by the same kind of address as memory of a device,
+    // so that a wrong number could reach memory of the process: the caller answers for it.
+
+    /// # Safety
+    ///
+    /// At `to` is memory of a device for all of `bytes`, and `bytes` stays as it is until the stream is done.
+    pub(crate) unsafe fn copy_in(&self, to: u64, bytes: &[u8], stream: StreamId) -> CallResult<()> {
+        let stream = pointer(stream.0)?;
+        // SAFETY: as the caller promises.
+        check(unsafe {
+            (self.cuMemcpyHtoDAsync_v2)(to, bytes.as_ptr().cast(), bytes.len(), stream)
+        })
+    }
+
+    /// # Safety
+    ///
+    /// At `from` is memory of a device for all of `bytes`, and nobody uses `bytes` until the stream is done.
+    pub(crate) unsafe fn copy_out(
+        &self,
+        from: u64,
+        bytes: &mut [u8],
+        stream: StreamId,
+    ) -> CallResult<()> {
+        let (to, stream) = (bytes.as_mut_ptr().cast(), pointer(stream.0)?);
+        // SAFETY: as the caller promises.
+        check(unsafe { (self.cuMemcpyDtoHAsync_v2)(to, from, bytes.len(), stream) })
+    }
+
+    /// # Safety
+    ///
+    /// At both addresses is memory of a device for `bytes` bytes.
+    pub(crate) unsafe fn copy(
+        &self,
+        from: u64,
+        to: u64,
+        bytes: usize,
+        stream: StreamId,
+    ) -> CallResult<()> {
+        // SAFETY: as the caller promises.
+        check(unsafe { (self.cuMemcpyDtoDAsync_v2)(to, from, bytes, pointer(stream.0)?) })
+    }
+
+    /// # Safety
+    ///
+    /// At `to` is memory of a device for `bytes` bytes.
+    pub(crate) unsafe fn fill(
+        &self,
+        to: u64,
+        bytes: usize,
+        value: u8,
+        stream: StreamId,
+    ) -> CallResult<()> {
+        // SAFETY: as the caller promises.
+        check(unsafe { (self.cuMemsetD8Async)(to, value, bytes, pointer(stream.0)?) })
+    }
+
     // ---- events and streams ----
     //
     // Events are pointers to CUDA, which need not check them: the driver passes only those that it
@@ -340,6 +398,27 @@ impl Api {
     pub(crate) fn event_synchronize(&self, event: EventId) -> CallResult<()> {
         // SAFETY: a live event, as said above.
         check(unsafe { (self.cuEventSynchronize)(pointer(event.0)?) })
+    }
+
+    pub(crate) fn stream_create(&self) -> CallResult<StreamId> {
+        let flags = crate::sys::STREAM_NON_BLOCKING;
+        let mut stream = null_mut();
+        // SAFETY: `stream` can be written for the time of the call.
+        check(unsafe { (self.cuStreamCreate)(&raw mut stream, flags) })?;
+        Ok(StreamId(handle(stream)))
+    }
+
+    /// # Safety
+    ///
+    /// The stream was made by [`stream_create`](Self::stream_create), and is not used any more.
+    pub(crate) unsafe fn stream_destroy(&self, stream: StreamId) -> CallResult<()> {
+        // SAFETY: a live stream, as the caller promises.
+        check(unsafe { (self.cuStreamDestroy_v2)(pointer(stream.0)?) })
+    }
+
+    pub(crate) fn stream_synchronize(&self, stream: StreamId) -> CallResult<()> {
+        // SAFETY: a stream of the program, as said above.
+        check(unsafe { (self.cuStreamSynchronize)(pointer(stream.0)?) })
     }
 
     pub(crate) fn stream_context(&self, stream: StreamId) -> CallResult<ContextId> {

@@ -9,7 +9,7 @@ use cushion_core::driver::{
 use cushion_core::size::MIB;
 use cushion_core::{Driver, DriverError, StreamId};
 
-use crate::call::{CallResult, Code};
+use crate::call::{CallResult, Code, ContextId};
 use crate::context::{Entered, Primary};
 use crate::error::CudaError;
 use crate::page::{PageKinds, on_device};
@@ -77,6 +77,14 @@ impl CudaDriver {
     pub fn device_name(&self) -> Result<String, CudaError> {
         let name = self.api.device_name(self.device);
         name.map_err(|code| CudaError::of(self.api, "cuDeviceGetName", code))
+    }
+
+    pub(crate) fn api(&self) -> &'static Api {
+        self.api
+    }
+
+    pub(crate) fn context(&self) -> ContextId {
+        self.primary.context
     }
 
     /// Makes calls in the device's context.

@@ -25,6 +25,7 @@ mod driver;
 mod error;
 mod page;
 mod sys;
+mod transfer;
 
 pub use driver::CudaDriver;
 pub use error::CudaError;

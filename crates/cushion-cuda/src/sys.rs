@@ -6,7 +6,7 @@
 //! their parameters with cudarc's declarations.
 
 use std::error::Error as _;
-use std::ffi::{c_char, c_int, c_uint, c_ulonglong};
+use std::ffi::{c_char, c_int, c_uchar, c_uint, c_ulonglong, c_void};
 use std::fmt;
 use std::sync::OnceLock;
 
@@ -26,6 +26,10 @@ use crate::error::CudaError;
 /// The engine never measures time with events, and those that cannot are cheaper.
 pub(crate) const EVENT_DISABLE_TIMING: c_uint =
     sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as c_uint;
+
+/// A stream that does not wait for the default stream, nor that for it.
+pub(crate) const STREAM_NON_BLOCKING: c_uint =
+    sys::CUstream_flags::CU_STREAM_NON_BLOCKING as c_uint;
 
 /// Where the driver is looked for. The first is the name that every NVIDIA driver installs; the second
 /// may be a stub for linking.
@@ -98,6 +102,13 @@ functions! {
     cuMemMap(CUdeviceptr, usize, usize, CUmemGenericAllocationHandle, c_ulonglong);
     cuMemSetAccess(CUdeviceptr, usize, *const CUmemAccessDesc, usize);
     cuMemUnmap(CUdeviceptr, usize);
+    cuMemcpyHtoDAsync_v2(CUdeviceptr, *const c_void, usize, CUstream);
+    cuMemcpyDtoHAsync_v2(*mut c_void, CUdeviceptr, usize, CUstream);
+    cuMemcpyDtoDAsync_v2(CUdeviceptr, CUdeviceptr, usize, CUstream);
+    cuMemsetD8Async(CUdeviceptr, c_uchar, usize, CUstream);
+    cuStreamCreate(*mut CUstream, c_uint);
+    cuStreamDestroy_v2(CUstream);
+    cuStreamSynchronize(CUstream);
     cuEventCreate(*mut CUevent, c_uint);
     cuEventDestroy_v2(CUevent);
     cuEventRecord(CUevent, CUstream);

@@ -73,6 +73,39 @@ mod tests {
         });
     }
 
+    // ---- what is in memory ----
+
+    #[test]
+    fn bytes_go_in_around_and_out_again() {
+        with_standin(&[], |_| {
+            let driver = device(0);
+            let stream = driver.stream_create().unwrap();
+            let address = driver.alloc(MIB).unwrap();
+            let bytes: Vec<u8> = (0..200).collect();
+            let mut read = vec![9; 300];
+            // SAFETY: within the allocation, and no other stream uses it.
+            unsafe { driver.fill(address, 300, 0, stream) }.unwrap();
+            // SAFETY: likewise.
+            unsafe { driver.write(address + 10, &bytes, stream) }.unwrap();
+            // SAFETY: likewise.
+            unsafe { driver.copy(address, address + 4096, 300, stream) }.unwrap();
+            // SAFETY: likewise.
+            unsafe { driver.read(address + 4096, &mut read, stream) }.unwrap();
+            assert_eq!(
+                (&read[..10], &read[10..210], &read[210..]),
+                (&[0; 10][..], &bytes[..], &[0; 90][..])
+            );
+            driver.stream_wait(stream).unwrap();
+            // SAFETY: the range ends outside of the allocation, which the stand-in refuses.
+            let failed = unsafe { driver.fill(address + MIB - 1, 2, 0, stream) };
+            assert!(failed.unwrap_err().to_string().contains("cuMemsetD8Async"));
+            // SAFETY: of `stream_create`, and not used any more.
+            unsafe { driver.stream_destroy(stream) }.unwrap();
+            assert!(driver.stream_wait(stream).is_err());
+            driver.free(address).unwrap();
+        });
+    }
+
     // ---- where there is no device ----
 
     #[test]

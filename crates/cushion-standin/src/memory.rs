@@ -162,6 +162,34 @@ driver_calls! {
         Ok(())
     }
 
+    fn cuMemcpyHtoDAsync_v2(to: u64, from: In<u8>, bytes: usize, stream: *mut ()) |world| {
+        world.reach(to, bytes, stream)?;
+        world.memory.write(to, &from.get_all(bytes)?);
+        Ok(())
+    }
+
+    fn cuMemcpyDtoHAsync_v2(to: Out<u8>, from: u64, bytes: usize, stream: *mut ()) |world| {
+        world.reach(from, bytes, stream)?;
+        let mut found = vec![0; bytes];
+        world.memory.read(from, &mut found);
+        to.give_all(&found)
+    }
+
+    fn cuMemcpyDtoDAsync_v2(to: u64, from: u64, bytes: usize, stream: *mut ()) |world| {
+        world.reach(from, bytes, stream)?;
+        world.reach(to, bytes, stream)?;
+        let mut found = vec![0; bytes];
+        world.memory.read(from, &mut found);
+        world.memory.write(to, &found);
+        Ok(())
+    }
+
+    fn cuMemsetD8Async(to: u64, value: u8, bytes: usize, stream: *mut ()) |world| {
+        world.reach(to, bytes, stream)?;
+        world.memory.fill(to, bytes, value);
+        Ok(())
+    }
+
     fn cuDeviceTotalMem_v2(out: Out<usize>, device: c_int) |world| {
         let device = world.device(device)?;
         let total = world.devices[device].sim.properties().total;

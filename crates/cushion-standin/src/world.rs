@@ -6,14 +6,14 @@ use std::ffi::{c_int, c_uint};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
-use cushion_core::driver::{DriverResult, Fault};
+use cushion_core::driver::{DriverResult, Fault, SimMemory};
 use cushion_core::size::{GIB, MIB};
 use cushion_core::{SimConfig, SimDriver, StreamId};
 
 use crate::gate;
 use crate::{
     Answer, CAPTURE_UNSUPPORTED, CONTEXT_IS_DESTROYED, DEINITIALIZED, INVALID_CONTEXT,
-    INVALID_DEVICE, INVALID_HANDLE, NOT_INITIALIZED, OUT_OF_MEMORY, UNKNOWN,
+    INVALID_DEVICE, INVALID_HANDLE, INVALID_VALUE, NOT_INITIALIZED, OUT_OF_MEMORY, UNKNOWN,
 };
 
 /// The mode in which a thread may call anything while a capture is under way.
@@ -65,6 +65,8 @@ pub(crate) struct World {
     pub(crate) refused_pages: (c_uint, bool, c_int),
     /// How each page was asked for.
     pub(crate) page_kinds: BTreeMap<u64, (c_uint, bool)>,
+    /// What the devices' memory holds.
+    pub(crate) memory: SimMemory,
 }
 
 #[expect(
@@ -118,6 +120,7 @@ impl World {
             odd_captures: BTreeMap::new(),
             refused_pages: (0, false, 0),
             page_kinds: BTreeMap::new(),
+            memory: SimMemory::default(),
         }
     }
 
@@ -179,6 +182,16 @@ impl World {
     pub(crate) fn owner(&self, address: u64) -> Option<usize> {
         let (&start, &(bytes, device)) = self.owners.range(..=address).next_back()?;
         (address - start < bytes).then_some(device)
+    }
+
+    /// Whether work on a stream may use a range of memory: all of it lies in one allocation.
+    pub(crate) fn reach(&self, address: u64, bytes: usize, stream: *mut ()) -> Answer {
+        self.current()?;
+        self.stream(stream)?;
+        let found = self.owners.range(..=address).next_back();
+        let (&start, &(size, _)) = found.ok_or(INVALID_VALUE)?;
+        let end = address.checked_add(bytes as u64).ok_or(INVALID_VALUE)?;
+        if end - start <= size { Ok(()) } else { Err(INVALID_VALUE) }
     }
 
     /// The device of a stream.

@@ -35,7 +35,7 @@ pub(crate) fn hooks() -> [(&'static str, *const c_void); 8] {
         ("set_reset_fn", cushion_reset as *const c_void),
         ("set_memory_fraction_fn", cushion_memory_fraction as *const c_void),
         ("set_base_alloc_fn", cushion_base_alloc as *const c_void),
-        ("set_record_stream_fn", cushion_record_stream as *const c_void),
+        ("set_record_stream_fn", record_stream as *const c_void),
         ("set_begin_allocate_to_pool", cushion_begin_allocate_to_pool as *const c_void),
         ("set_end_allocate_to_pool_fn", cushion_end_allocate_to_pool as *const c_void),
         ("set_release_pool", cushion_release_pool as *const c_void),
@@ -108,6 +108,13 @@ pub unsafe extern "C-unwind" fn cushion_base_alloc(
 /// `void (void* pointer, cudaStream_t stream)`
 #[unsafe(no_mangle)]
 pub extern "C-unwind" fn cushion_record_stream(pointer: *mut c_void, stream: *mut c_void) {
+    record_stream(pointer, stream);
+}
+
+/// What PyTorch is given. Were it exported, the loader would look up its address by name, and where a program has
+/// linked the library for C (`include/cushion.h`) find that one's function instead, which takes other arguments.
+#[inline(never)]
+extern "C-unwind" fn record_stream(pointer: *mut c_void, stream: *mut c_void) {
     or_throw(guarded(|| plugin::record_stream(address(pointer), stream_id(stream))));
 }
 

@@ -9,7 +9,7 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
-use cushion_core::options::{NotOurs, OptionsError};
+use cushion_core::options::{Asked, NotOurs, OptionsError, Settings, SettingsError};
 use cushion_core::{Action, Clock, Engine, EngineConfig, Ladder, Options};
 use cushion_cuda::{CudaDriver, CudaError};
 
@@ -35,7 +35,8 @@ pub struct Devices {
 /// What an engine that is made later begins with.
 #[derive(Debug)]
 struct Plan {
-    options: Options,
+    /// Those of the environment, if nobody says.
+    options: Option<Options>,
     history: HistoryPlan,
     clock: Option<Arc<dyn Clock>>,
     /// Devices are simulated, with this capacity each.
@@ -67,6 +68,9 @@ pub enum DeviceError {
     /// The driver would not have it.
     #[error(transparent)]
     Cuda(#[from] CudaError),
+    /// A variable of the environment is no good.
+    #[error(transparent)]
+    Settings(#[from] SettingsError),
     /// Too late to simulate devices.
     #[error("devices are in use already, and can be simulated only before that")]
     InUse,
@@ -81,7 +85,7 @@ pub fn devices() -> &'static Devices {
 impl Devices {
     const fn new() -> Self {
         let plan = Plan {
-            options: Options::DEFAULT,
+            options: None,
             history: HistoryPlan { entries: 0, skip: Vec::new() },
             clock: None,
             simulated: None,
@@ -129,7 +133,7 @@ impl Devices {
         };
         let clock = plan.clock.get_or_insert_with(|| Arc::new(SystemClock::new()));
         let clock = Arc::clone(clock);
-        let options = plan.options.clone();
+        let options = options_of(&mut plan)?.clone();
         let engine =
             Engine::with_config(driver, EngineConfig { options, ladder: Ladder::Graceful, clock });
         if plan.history.entries > 0 {
@@ -166,7 +170,7 @@ impl Devices {
     /// Sets the options of every engine.
     pub fn set_options(&self, options: &Options) {
         let Some(mut plan) = self.plan() else { return };
-        plan.options = options.clone();
+        plan.options = Some(options.clone());
         for (_, engine) in self.made() {
             engine.set_options(options.clone());
         }
@@ -176,7 +180,7 @@ impl Devices {
     /// not ours.
     pub fn configure(&self, conf: &str) -> Result<Vec<NotOurs>, OptionsError> {
         let Some(mut plan) = self.plan() else { return Ok(Vec::new()) };
-        let not_ours = plan.options.apply(conf)?;
+        let not_ours = plan.options.get_or_insert(Options::DEFAULT).apply(conf)?;
         for (_, engine) in self.made() {
             engine.configure(conf)?;
         }
@@ -186,7 +190,7 @@ impl Devices {
     /// The options of engines made from now on.
     #[must_use]
     pub fn options(&self) -> Options {
-        self.plan().map_or(Options::DEFAULT, |plan| plan.options.clone())
+        self.plan().and_then(|plan| plan.options.clone()).unwrap_or(Options::DEFAULT)
     }
 
     /// Keeps what happens on every engine from now on: after what was kept so far, or from nothing.
@@ -221,6 +225,16 @@ impl Devices {
     fn plan(&self) -> Option<MutexGuard<'_, Plan>> {
         (!self.is_abandoned()).then(|| self.plan.lock().unwrap_or_else(PoisonError::into_inner))
     }
+}
+
+/// The options to begin with.
+#[expect(clippy::disallowed_methods, reason = "this is where Rust programs get theirs from")]
+fn options_of(plan: &mut Plan) -> Result<&Options, SettingsError> {
+    if plan.options.is_none() {
+        let settings = Settings::gather(&Asked::default(), |name| std::env::var(name).ok())?;
+        plan.options = Some(settings.options);
+    }
+    Ok(plan.options.get_or_insert(Options::DEFAULT))
 }
 
 #[cfg(test)]

@@ -1,16 +1,86 @@
-//! Cushion for programs: one engine per GPU of this process, on real time.
+//! Cushion for Rust programs: a caching CUDA memory allocator that keeps them alive when memory runs out.
 //!
-//! `cushion-core` is the engine, `cushion-cuda` the driver; this crate puts them together. [`devices`]
-//! holds the engines; [`SystemClock`] is their clock.
+//! [`Device`] is a GPU with its cache, [`Buffer`] typed memory on it, [`Stream`] the order of its work. The driver
+//! is loaded at run time: a program built with this crate starts, and its tests run, on a machine without CUDA,
+//! where [`Device::simulated`] takes the place of a GPU.
+//!
+//! ```
+//! # fn main() -> Result<(), cushion::Error> {
+//! # let gpu = cushion::Device::simulated(1 << 30);
+//! # /*
+//! let gpu = cushion::Device::cuda(0)?;
+//! # */
+//! let stream = gpu.new_stream()?;
+//! let host = [1_u32, 2, 3];
+//! let a = gpu.alloc_zeros::<f32>(1 << 20, &stream)?; // typed; dropping it gives it back in stream order
+//! let b = gpu.alloc_copy(&host, &stream)?;
+//! assert_eq!(b.to_vec(&stream)?, host);
+//! # drop(a);
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! # When memory runs out
+//!
+//! An allocation is refused with an [`Error`] that says what was asked for, what the device has, what is cached and
+//! what was tried; [`Error::is_out_of_memory`] tells it from the others. Nothing is lost, and the next allocation
+//! that fits is served.
+//!
+//! ```
+//! let gpu = cushion::Device::simulated(1 << 30);
+//! let stream = gpu.default_stream();
+//! let half = gpu.alloc_zeros::<u8>(600 << 20, &stream)?;
+//! let refused = gpu.alloc_zeros::<u8>(600 << 20, &stream).unwrap_err();
+//! assert!(refused.is_out_of_memory());
+//! drop(half);
+//! gpu.alloc_zeros::<u8>(600 << 20, &stream)?;
+//! # Ok::<(), cushion::Error>(())
+//! ```
+//!
+//! # Several streams
+//!
+//! A buffer belongs to the stream it was allocated on. Work on another stream that uses it has to be noted, so that
+//! its memory is not handed out again too early:
+//!
+//! ```
+//! let gpu = cushion::Device::simulated(1 << 30);
+//! let (main, side) = (gpu.new_stream()?, gpu.new_stream()?);
+//! let buffer = gpu.alloc_zeros::<u64>(1000, &main)?;
+//! // ... a kernel on `side` that reads `buffer` ...
+//! buffer.record_stream(&side);
+//! drop(buffer); // handed out again once `side` is done with it
+//! # Ok::<(), cushion::Error>(())
+//! ```
+//!
+//! # Features
+//!
+//! - `cudarc`: streams of that crate's in the place of [`Stream`], and buffers as arguments of its kernels
+//!   (`Buffer::cudarc`, `Buffer::cudarc_mut`), without its ever freeing them.
+//!
+//! # For bindings
+//!
+//! [`devices`] holds the engines that everybody in a process shares, one per GPU; [`core`] is the engine itself.
 
-#![forbid(unsafe_code)]
-
+mod buffer;
 mod clock;
+#[cfg(feature = "cudarc")]
+mod cudarc;
+mod device;
 mod devices;
 mod driver;
+mod error;
+mod stream;
 
+pub use buffer::Buffer;
 pub use clock::SystemClock;
 pub use cushion_core as core;
+pub use cushion_core::{Options, Policy, Stats, StreamId};
 pub use cushion_cuda::{CudaDriver, CudaError, name as error_name};
+pub use device::{CacheStats, Device, DeviceBuilder};
 pub use devices::{DeviceEngine, DeviceError, Devices, HistoryPlan, MAX_DEVICES, devices};
-pub use driver::DeviceDriver;
+pub use driver::{DeviceDriver, SimulatedDevice};
+pub use error::Error;
+pub use stream::{AsStream, Stream};
+
+#[cfg(feature = "cudarc")]
+pub use self::cudarc::{Lent, LentMut};

@@ -1,0 +1,12 @@
+//! Gives the shared library the name that programs look for at run time.
+
+use std::env;
+
+#[expect(clippy::disallowed_methods, reason = "cargo tells build scripts through variables")]
+fn main() {
+    // The number changes when programs have to be built again; scripts/install-c.sh has the same.
+    if env::var("CARGO_CFG_TARGET_OS").is_ok_and(|system| system == "linux") {
+        println!("cargo::rustc-cdylib-link-arg=-Wl,-soname,libcushion_c.so.0");
+    }
+    println!("cargo::rerun-if-changed=build.rs");
+}

@@ -1,0 +1,201 @@
+//! Cushion for C and C++: the functions of `include/cushion.h`, which says what each does.
+//!
+//! Nothing is decided here. Each function checks its arguments, finds the device of its handle (`handles.rs`), calls
+//! the crate `cushion`, and turns the outcome into a status and words (`status.rs`, `last_error.rs`).
+
+mod handles;
+mod last_error;
+mod pointers;
+mod statistics;
+mod status;
+
+use std::ffi::{CStr, c_char, c_int, c_void};
+
+use cushion::Device;
+use cushion::core::{AddressError, BlockUse};
+
+pub use handles::Handle;
+pub use pointers::{Out, Text};
+pub use statistics::Statistics;
+pub use status::Status;
+
+use handles::Held;
+use last_error::status_of;
+use pointers::{address, pointer, size, stream_id};
+use status::Failure;
+
+const VERSION: &CStr =
+    match CStr::from_bytes_with_nul(concat!(env!("CARGO_PKG_VERSION"), "\0").as_bytes()) {
+        Ok(version) => version,
+        Err(_) => panic!("a version without zero bytes"),
+    };
+
+/// Declares functions of the header, each with the same words on pointers.
+macro_rules! functions {
+    ($($(#[doc = $doc:literal])* fn $name:ident($($argument:ident: $type:ty),*) $body:block)*) => {$(
+        $(#[doc = $doc])*
+        ///
+        /// # Safety
+        ///
+        /// As the header says: every pointer to a result is null, or points to a place for it; every text is null,
+        /// or ends in a zero byte; both stay so, and nobody else writes there, for the time of the call.
+        /// A device, a stream and memory of a device may be anything: they are numbers here.
+        #[unsafe(no_mangle)]
+        pub unsafe extern "C" fn $name($($argument: $type),*) -> Status {
+            status_of(|| $body)
+        }
+    )*};
+}
+
+functions! {
+    // ---- memory ----
+
+    /// Memory for `bytes` bytes.
+    fn cushion_alloc(device: Handle, bytes: usize, stream: *mut c_void, out: Out<*mut c_void>) {
+        let out = out.begin("out", std::ptr::null_mut())?;
+        let found = device.with(|device| Ok(device.engine().alloc(bytes as u64, stream_id(stream))?))?;
+        out.give(pointer(found));
+        Ok(())
+    }
+
+    /// Gives memory back.
+    fn cushion_free(device: Handle, pointer: *mut c_void) {
+        device.with(|device| Ok(device.engine().free(address(pointer))?))
+    }
+
+    /// Notes that work on a stream uses the memory.
+    fn cushion_record_stream(device: Handle, pointer: *mut c_void, stream: *mut c_void) {
+        device.with(|device| match address(pointer) {
+            0 => Ok(()),
+            address => Ok(device.engine().record_stream(address, stream_id(stream))?),
+        })
+    }
+
+    /// The size of the block behind an allocation.
+    fn cushion_size_of(device: Handle, pointer: *mut c_void, out: Out<usize>) {
+        let out = out.begin("out", 0)?;
+        out.give(device.with(|device| match address(pointer) {
+            0 => Ok(0),
+            address => device.engine().size_of(address).map(|(block, _)| size(block)).ok_or_else(|| {
+                AddressError::Unknown { address }.into()
+            }),
+        })?);
+        Ok(())
+    }
+
+    /// Gives everything cached back to the device.
+    fn cushion_empty_cache(device: Handle) {
+        device.with(|device| Ok(device.empty_cache()?))
+    }
+
+    /// Refuses to hold more than a share of the device's memory.
+    fn cushion_set_memory_fraction(device: Handle, fraction: f64) {
+        device.with(|device| Ok(device.set_memory_fraction(fraction)?))
+    }
+
+    // ---- figures ----
+
+    /// What the device has free, and in all.
+    fn cushion_memory_info(device: Handle, free_bytes: Out<usize>, total_bytes: Out<usize>) {
+        let free_bytes = free_bytes.begin("free_bytes", 0)?;
+        let total_bytes = total_bytes.begin("total_bytes", 0)?;
+        let info = device.with(|device| Ok(device.memory_info()?))?;
+        free_bytes.give(size(info.free));
+        total_bytes.give(size(info.total));
+        Ok(())
+    }
+
+    /// All figures.
+    fn cushion_stats(device: Handle, out: Out<Statistics>) {
+        let asked = out.asked()?;
+        let stats = device.with(|device| Ok(device.stats()))?;
+        asked.fill(&stats);
+        Ok(())
+    }
+
+    /// Peaks start again from now.
+    fn cushion_reset_peak_stats(device: Handle) {
+        device.with(|device| {
+            device.reset_peak_stats();
+            Ok(())
+        })
+    }
+
+    // ---- devices ----
+
+    /// A GPU.
+    fn cushion_device_cuda(index: c_int, conf: Text, out: Out<Handle>) {
+        let out = out.begin("out", Handle::NULL)?;
+        let conf = conf.get("conf")?;
+        let Ok(index) = u32::try_from(index) else {
+            let text = format!("no device {index}: they are numbered from 0");
+            return Err(Failure::new(Status::NoDevice, text));
+        };
+        let held = match conf {
+            None => Held { device: Device::cuda(index)?, own: false },
+            Some(conf) => Held { device: Device::builder().conf(&conf)?.cuda(index)?, own: true },
+        };
+        out.give(Handle::open(held)?);
+        Ok(())
+    }
+
+    /// A simulated device.
+    fn cushion_device_simulated(capacity: usize, conf: Text, out: Out<Handle>) {
+        let out = out.begin("out", Handle::NULL)?;
+        let conf = conf.get("conf")?.unwrap_or_default();
+        let device = Device::builder().conf(&conf)?.simulated(capacity as u64);
+        out.give(Handle::open(Held { device, own: true })?);
+        Ok(())
+    }
+
+    /// Gives a device up.
+    fn cushion_device_destroy(device: Handle) {
+        if device.is_null() {
+            return Ok(());
+        }
+        let held = device.close()?;
+        if held.own { give_back_all(&held.device) } else { Ok(()) }
+    }
+}
+
+/// Gives everything back that a device of one's own holds, what is live too: nobody could free it any more. The
+/// engine goes with the device, whatever comes of this.
+fn give_back_all(device: &Device) -> Result<(), Failure> {
+    let engine = device.engine();
+    let segments = engine.snapshot().segments;
+    let blocks = segments.iter().flat_map(|segment| &segment.blocks);
+    let live: Vec<_> = blocks.filter(|block| block.use_ == BlockUse::Live).collect();
+    let mut freed = Ok(());
+    for block in &live {
+        freed = freed.and(engine.free(block.address));
+    }
+    engine.empty_cache()?;
+    freed?;
+    if live.is_empty() {
+        return Ok(());
+    }
+    let (count, bytes) = (live.len(), live.iter().map(|block| block.requested).sum::<u64>());
+    let text = format!(
+        "the device is destroyed, and with it what was live: {count} allocations, {bytes} bytes"
+    );
+    Err(Failure::new(Status::StillLive, text))
+}
+
+/// The words of this thread's last failure.
+#[unsafe(no_mangle)]
+pub extern "C" fn cushion_last_error() -> *const c_char {
+    last_error::last()
+}
+
+/// A status by its name in the header.
+#[unsafe(no_mangle)]
+pub extern "C" fn cushion_status_name(status: c_int) -> *const c_char {
+    let known = usize::try_from(status).ok().and_then(|status| Status::ALL.get(status));
+    known.map_or(c"unknown status", |status| status.name()).as_ptr()
+}
+
+/// The version of this library.
+#[unsafe(no_mangle)]
+pub extern "C" fn cushion_version() -> *const c_char {
+    VERSION.as_ptr()
+}

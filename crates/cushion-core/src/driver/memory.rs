@@ -1,0 +1,142 @@
+//! What is in the memory of a simulated device, for tests and examples that look.
+//!
+//! Kept by address, and only where something was written: a device of 80 GB costs what its program puts there.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// What is kept together.
+const CHUNK: usize = 1 << 14;
+
+/// What memory holds that nobody wrote to: whoever forgets to write finds this, and not zeros.
+const GARBAGE: u8 = 0xCD;
+
+/// Bytes at addresses. `Send` and `Sync`.
+#[derive(Debug, Default)]
+pub struct SimMemory {
+    chunks: Mutex<BTreeMap<u64, Chunk>>,
+}
+
+#[derive(Debug)]
+enum Chunk {
+    /// The same byte all over.
+    Filled(u8),
+    Bytes(Box<[u8; CHUNK]>),
+}
+
+impl Chunk {
+    fn bytes(&mut self) -> &mut [u8; CHUNK] {
+        if let Self::Filled(byte) = *self {
+            *self = Self::Bytes(Box::new([byte; CHUNK]));
+        }
+        match self {
+            Self::Bytes(bytes) => bytes,
+            Self::Filled(_) => unreachable!("replaced just now"),
+        }
+    }
+}
+
+impl SimMemory {
+    fn chunks(&self) -> MutexGuard<'_, BTreeMap<u64, Chunk>> {
+        self.chunks.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Puts bytes at an address.
+    pub fn write(&self, address: u64, bytes: &[u8]) {
+        let mut chunks = self.chunks();
+        for (chunk, within, part) in parts(address, bytes.len()) {
+            let chunk = chunks.entry(chunk).or_insert(Chunk::Filled(GARBAGE));
+            chunk.bytes()[within].copy_from_slice(&bytes[part]);
+        }
+    }
+
+    /// Reads the bytes at an address.
+    pub fn read(&self, address: u64, bytes: &mut [u8]) {
+        let chunks = self.chunks();
+        for (chunk, within, part) in parts(address, bytes.len()) {
+            match chunks.get(&chunk) {
+                Some(Chunk::Bytes(found)) => bytes[part].copy_from_slice(&found[within]),
+                Some(Chunk::Filled(byte)) => bytes[part].fill(*byte),
+                None => bytes[part].fill(GARBAGE),
+            }
+        }
+    }
+
+    /// Sets every byte of a range.
+    pub fn fill(&self, address: u64, bytes: usize, value: u8) {
+        let mut chunks = self.chunks();
+        for (chunk, within, _) in parts(address, bytes) {
+            if within == (0..CHUNK) {
+                chunks.insert(chunk, Chunk::Filled(value));
+            } else {
+                let chunk = chunks.entry(chunk).or_insert(Chunk::Filled(GARBAGE));
+                chunk.bytes()[within].fill(value);
+            }
+        }
+    }
+
+    /// The memory is nobody's any more. Parts of chunks stay: their neighbours may be in use.
+    pub fn forget(&self, address: u64, bytes: usize) {
+        let mut chunks = self.chunks();
+        for (chunk, within, _) in parts(address, bytes) {
+            if within == (0..CHUNK) {
+                chunks.remove(&chunk);
+            } else if let Some(chunk) = chunks.get_mut(&chunk) {
+                chunk.bytes()[within].fill(GARBAGE);
+            }
+        }
+    }
+}
+
+/// The chunks that a range touches: each with what is meant within it, and of the range.
+fn parts(address: u64, bytes: usize) -> impl Iterator<Item = (u64, Range<usize>, Range<usize>)> {
+    let mut done = 0;
+    std::iter::from_fn(move || {
+        if done == bytes {
+            return None;
+        }
+        let at = address.wrapping_add(done as u64);
+        let start = usize::try_from(at % CHUNK as u64).expect("less than a chunk");
+        let length = (CHUNK - start).min(bytes - done);
+        let part = done..done + length;
+        done += length;
+        Some((at / CHUNK as u64, start..start + length, part))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_written_is_read_and_the_rest_is_garbage() {
+        let memory = SimMemory::default();
+        let bytes: Vec<u8> = (0..251).cycle().take(3 * CHUNK).collect();
+        memory.write(1000, &bytes);
+        let mut read = vec![0; bytes.len() + 2];
+        memory.read(999, &mut read);
+        assert_eq!((read[0], read[bytes.len() + 1]), (GARBAGE, GARBAGE));
+        assert_eq!(read[1..=bytes.len()], bytes);
+    }
+
+    #[test]
+    fn filling_and_forgetting_touch_their_range_alone() {
+        let memory = SimMemory::default();
+        let all = 4 * CHUNK;
+        memory.fill(0, all, 7);
+        memory.fill(10, 2 * CHUNK, 0);
+        let mut read = vec![0; all];
+        memory.read(0, &mut read);
+        assert!(read[..10].iter().chain(&read[10 + 2 * CHUNK..]).all(|&byte| byte == 7));
+        assert!(read[10..10 + 2 * CHUNK].iter().all(|&byte| byte == 0));
+
+        memory.forget(5, 2 * CHUNK);
+        memory.read(0, &mut read);
+        assert!(read[..5].iter().all(|&byte| byte == 7));
+        assert!(read[5..5 + 2 * CHUNK].iter().all(|&byte| byte == GARBAGE));
+        assert_eq!(read[5 + 2 * CHUNK..10 + 2 * CHUNK], [0; 5]);
+        memory.forget(0, all);
+        assert!(memory.chunks().is_empty(), "nothing is kept of what nobody has");
+    }
+}

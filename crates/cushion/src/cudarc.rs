@@ -1,0 +1,124 @@
+//! cudarc's streams in, and buffers out to its kernels.
+//!
+//! cudarc frees what a `CudaSlice` of its own points to. So it never sees one of ours that it could keep: a buffer is
+//! lent as views, which own nothing, and the slice behind them is taken apart again instead of being dropped.
+
+use std::fmt;
+use std::marker::PhantomData;
+use std::mem::ManuallyDrop;
+use std::sync::Arc;
+
+use ::cudarc::driver::{CudaSlice, CudaStream, CudaView, CudaViewMut};
+use cushion_core::StreamId;
+
+use crate::buffer::Buffer;
+use crate::error::Error;
+use crate::stream::AsStream;
+
+// SAFETY: cudarc made the stream, or its maker promised cudarc that it is one, and destroys it when it is dropped.
+unsafe impl AsStream for CudaStream {
+    fn stream_id(&self) -> StreamId {
+        StreamId(self.cu_stream().expose_provenance() as u64)
+    }
+}
+
+// SAFETY: that of the stream behind it.
+unsafe impl AsStream for Arc<CudaStream> {
+    fn stream_id(&self) -> StreamId {
+        (**self).stream_id()
+    }
+}
+
+impl<T> Buffer<T> {
+    /// Lends the buffer to work of cudarc's that reads it, such as a kernel on `stream`. The stream is noted as by
+    /// [`record_stream`](Self::record_stream); if the kernel is launched on another one, note that too.
+    ///
+    /// ```no_run
+    /// # use cudarc::driver::{CudaContext, LaunchConfig, PushKernelArg};
+    /// # fn kernel(ctx: &std::sync::Arc<CudaContext>) -> cudarc::driver::CudaFunction { todo!() }
+    /// let context = CudaContext::new(0)?;
+    /// let stream = context.new_stream()?;
+    /// let gpu = cushion::Device::cuda(0)?;
+    /// let x = gpu.alloc_copy(&[1.0_f32; 1024], &stream)?;
+    /// let mut y = gpu.alloc_zeros::<f32>(1024, &stream)?;
+    ///
+    /// let function = kernel(&context);
+    /// let lent_x = x.cudarc(&stream)?;
+    /// let mut lent_y = y.cudarc_mut(&stream)?;
+    /// let (view_x, mut view_y) = (lent_x.view(), lent_y.view_mut());
+    /// let mut launch = stream.launch_builder(&function);
+    /// launch.arg(&view_x).arg(&mut view_y);
+    /// unsafe { launch.launch(LaunchConfig::for_num_elems(1024)) }?;
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn cudarc(&self, stream: &Arc<CudaStream>) -> Result<Lent<'_, T>, Error> {
+        self.lend(stream)
+    }
+
+    /// As [`cudarc`](Self::cudarc), to work that also writes it.
+    pub fn cudarc_mut(&mut self, stream: &Arc<CudaStream>) -> Result<LentMut<'_, T>, Error> {
+        self.lend(stream).map(LentMut)
+    }
+
+    fn lend(&self, stream: &Arc<CudaStream>) -> Result<Lent<'_, T>, Error> {
+        let (one, other) = (self.device().index(), stream.context().ordinal());
+        if self.device().is_simulated() || one as usize != other {
+            let other = u32::try_from(other).unwrap_or(u32::MAX);
+            return Err(Error::Devices { one, other });
+        }
+        self.record_stream(stream);
+        // SAFETY: the address is a live allocation with room for `len` elements, for as long as the buffer is
+        // borrowed. That it may hold no valid `T` matters to nobody: views are not read by the host, and copies out
+        // are cudarc's, for types that it takes any bits for.
+        let slice = unsafe { stream.upgrade_device_ptr::<T>(self.address(), self.len()) };
+        Ok(Lent { slice: ManuallyDrop::new(slice), buffer: PhantomData })
+    }
+}
+
+/// A buffer while cudarc reads it.
+pub struct Lent<'a, T> {
+    /// Never dropped: cudarc would free the memory.
+    slice: ManuallyDrop<CudaSlice<T>>,
+    buffer: PhantomData<&'a Buffer<T>>,
+}
+
+impl<T> Lent<'_, T> {
+    /// For a kernel's argument or a copy.
+    #[must_use]
+    pub fn view(&self) -> CudaView<'_, T> {
+        self.slice.as_view()
+    }
+}
+
+impl<T> Drop for Lent<'_, T> {
+    fn drop(&mut self) {
+        // SAFETY: not used after this.
+        let slice = unsafe { ManuallyDrop::take(&mut self.slice) };
+        // Its stream waits for what the views were used for; the memory stays.
+        let _ = slice.leak();
+    }
+}
+
+impl<T> fmt::Debug for Lent<'_, T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Lent").field("len", &self.slice.len()).finish_non_exhaustive()
+    }
+}
+
+/// A buffer while cudarc reads and writes it.
+#[derive(Debug)]
+pub struct LentMut<'a, T>(Lent<'a, T>);
+
+impl<T> LentMut<'_, T> {
+    /// For a kernel's argument or a copy, to be read.
+    #[must_use]
+    pub fn view(&self) -> CudaView<'_, T> {
+        self.0.view()
+    }
+
+    /// For a kernel's argument or a copy, to be written.
+    #[must_use]
+    pub fn view_mut(&mut self) -> CudaViewMut<'_, T> {
+        self.0.slice.as_view_mut()
+    }
+}

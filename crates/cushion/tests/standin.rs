@@ -1,0 +1,118 @@
+//! [`Device::cuda`] on the stand-in for CUDA, each test in a process of its own: the calls that buffers and streams
+//! make, and what happens when they fail.
+
+#![cfg(target_os = "linux")]
+
+#[path = "../../cushion-cuda/tests/support/mod.rs"]
+mod support;
+
+#[cfg(test)]
+mod tests {
+    use cushion::{CudaError, Device, DeviceError, Error, Policy};
+
+    use super::support::{Lib, with_library, with_standin};
+
+    fn calls(lib: &Lib, name: &std::ffi::CStr) -> u64 {
+        lib.standin_calls(name.as_ptr())
+    }
+
+    #[test]
+    fn buffers_hold_what_is_put_there() {
+        with_standin(&[], |lib| {
+            let gpu = Device::cuda(0).unwrap();
+            assert!(!gpu.is_simulated());
+            let stream = gpu.new_stream().unwrap();
+            let host: Vec<u32> = (0..1000).collect();
+            let a = gpu.alloc_copy(&host, &stream).unwrap();
+            let mut b = gpu.alloc_zeros::<u32>(1000, &stream).unwrap();
+            assert_eq!(b.to_vec(&stream).unwrap(), [0; 1000]);
+            b.copy_from(&a, &stream).unwrap();
+            assert_eq!(b.to_vec(&stream).unwrap(), host);
+            stream.synchronize().unwrap();
+            drop((a, b));
+            assert_eq!(gpu.memory_allocated(), 0);
+            drop(stream);
+            assert_eq!(calls(lib, c"cuStreamDestroy_v2"), 1);
+            gpu.empty_cache().unwrap();
+            assert_eq!(lib.standin_held(0), 0);
+        });
+    }
+
+    #[test]
+    fn everybody_shares_a_gpu_unless_they_ask_for_their_own() {
+        with_standin(&[("STANDIN_DEVICES", "2"), ("CUSHION_POLICY", "expandable")], |_| {
+            let (one, same) = (Device::cuda(1).unwrap(), Device::cuda(1).unwrap());
+            let stream = one.default_stream();
+            let kept = one.alloc_zeros::<u8>(3000, &stream).unwrap();
+            assert_eq!(same.memory_allocated(), one.memory_allocated());
+            assert_eq!(one.engine().policy(), Policy::Expandable, "as the variable says");
+            let own = Device::builder().cuda(1).unwrap();
+            assert_eq!((own.index(), own.memory_allocated()), (1, 0));
+            assert_eq!(own.engine().policy(), Policy::Segments);
+            drop(kept);
+            assert!(matches!(
+                Device::cuda(2),
+                Err(Error::Device(DeviceError::Cuda(CudaError::NoSuchDevice { .. })))
+            ));
+        });
+    }
+
+    #[test]
+    fn a_cache_of_ones_own_goes_with_its_last_user() {
+        with_standin(&[], |lib| {
+            let own = Device::builder().cuda(0).unwrap();
+            let stream = own.new_stream().unwrap();
+            let buffer = own.alloc_zeros::<u8>(5000, &stream).unwrap();
+            drop((own, stream));
+            assert!(lib.standin_held(0) > 0, "the buffer keeps its device");
+            drop(buffer);
+            assert_eq!(lib.standin_held(0), 0);
+        });
+    }
+
+    #[test]
+    fn a_variable_that_is_no_good_is_named() {
+        with_standin(&[("CUSHION_POLICY", "magic")], |_| {
+            let failed = Device::cuda(0).unwrap_err().to_string();
+            assert!(failed.contains("CUSHION_POLICY") && failed.contains("magic"), "{failed}");
+        });
+    }
+
+    #[test]
+    fn a_copy_that_fails_loses_nothing() {
+        with_standin(&[], |lib| {
+            let gpu = Device::cuda(0).unwrap();
+            let stream = gpu.new_stream().unwrap();
+            drop(gpu.alloc_zeros::<u8>(100, &stream).unwrap());
+            let mut failures = 0;
+            for nth in 1..50 {
+                lib.standin_fail(nth, 700);
+                let copied = gpu.alloc_copy(&[1_u8; 100], &stream);
+                lib.standin_fail(u64::MAX, 0);
+                match copied {
+                    Err(error) => {
+                        failures += 1;
+                        assert!(error.to_string().contains("700"), "{error}");
+                    }
+                    Ok(buffer) => assert_eq!(buffer.to_vec(&stream).unwrap(), [1; 100]),
+                }
+                assert_eq!(gpu.memory_allocated(), 0);
+                gpu.engine().check_invariants().unwrap();
+            }
+            assert!(failures >= 2, "of the copy and of the wait for it: {failures}");
+        });
+    }
+
+    #[test]
+    fn where_there_is_no_cuda_that_is_said() {
+        let broken = tempfile::NamedTempFile::new().unwrap();
+        with_library(broken.path(), || {
+            let failed = Device::cuda(0).unwrap_err();
+            assert!(matches!(
+                failed,
+                Error::Device(DeviceError::Cuda(CudaError::NoLibrary { .. }))
+            ));
+            assert!(failed.to_string().contains("install the NVIDIA driver"), "{failed}");
+        });
+    }
+}
