@@ -8,6 +8,7 @@ MEMORYVIZ_JS ?=
 PYTHON ?= python3
 TORCH ?=
 ARGS ?=
+PYTHON_CODE = examples python scripts tests
 PREFIX ?= /usr/local
 DESTDIR ?=
 CUSHION = $(or $(CARGO_TARGET_DIR),target)/release/cushion
@@ -38,8 +39,8 @@ install-c: ## cushion.h, the libraries for C and C++ and cushion.pc, in PREFIX (
 	@DESTDIR="$(DESTDIR)" sh scripts/install-c.sh "$(PREFIX)" "$(or $(CARGO_TARGET_DIR),target)/release"
 
 test-python: ## the Python package, over stand-ins for CUDA (TORCH=2.11.0 installs that PyTorch, 5 GB, for all of it)
-	@tools=$$(PYTHON="$(PYTHON)" sh scripts/python.sh ruff mypy) && "$$tools/ruff" check --quiet python scripts tests \
-		&& "$$tools/ruff" format --quiet --check python scripts tests && "$$tools/mypy"
+	@tools=$$(PYTHON="$(PYTHON)" sh scripts/python.sh ruff mypy) && "$$tools/ruff" check --quiet $(PYTHON_CODE) \
+		&& "$$tools/ruff" format --quiet --check $(PYTHON_CODE) && "$$tools/mypy"
 	@$(PYTHON) -m unittest discover -s tests/gpu -p 'test_*.py'
 	@CARGO="$(CARGO)" PYTHON="$(PYTHON)" TORCH="$(TORCH)" sh scripts/test-python.sh
 

@@ -20,7 +20,7 @@ fi
 ${CARGO:-cargo} build --locked --quiet -p cushion-torch -p cushion-standin
 rm -rf "$target/python"
 mkdir -p "$target/python"
-cp -R python/cushion "$target/python/cushion"
+cp -R python/cushion python/gcAllocator python/custom_cuda_allocator "$target/python"
 cp "$target/debug/lib_cushion.so" "$target/python/cushion/_cushion.abi3.so"
 STANDIN_DRIVER=$target/debug/libcushion_standin.so sh tests/torch/standin.sh "$target/standin" >/dev/null
 

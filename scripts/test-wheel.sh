@@ -22,12 +22,19 @@ import cushion
 folder = pathlib.Path(cushion.__file__).parent
 for name in ("py.typed", "_cushion.pyi", "_site/sitecustomize.py"):
     assert (folder / name).is_file(), name
+import custom_cuda_allocator, gcAllocator
+for package in (custom_cuda_allocator, gcAllocator):
+    assert pathlib.Path(package.__file__).with_name("py.typed").is_file(), package
 assert cushion.__version__ == importlib.metadata.version("cushion") == sys.argv[1], cushion.__version__
 assert "torch" not in sys.modules
 try:
     cushion.install()
 except cushion.InstallError as error:
     assert "PyTorch" in str(error), error
+cushion.simulate("1GiB")
+with gcAllocator.GCAllocator() as counting:
+    custom_cuda_allocator.CUDAAllocator().allocate(1 << 20)
+    assert counting.get_stats().current_bytes_allocated == 1 << 20, counting.get_stats()
 PYTHON
     )
     "$bin/python" -m cushion replay tests/traces/corners/churn.pickle.gz --verify >/dev/null 2>&1

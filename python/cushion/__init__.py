@@ -3,10 +3,11 @@
     import cushion
     cushion.install()   # before CUDA is used; every allocation of PyTorch's goes through Cushion
 
-`cushion run train.py ARGS...` does the same with no change to the program.
+`cushion run train.py ARGS...` does the same with no change to the program. Where there is no GPU,
+`cushion.simulate("16GiB")` lets the engine, and what is built on it without PyTorch, be tried out.
 """
 
 from ._cushion import __version__, stats
-from ._install import InstallError, install, is_installed
+from ._install import InstallError, install, is_installed, simulate
 
-__all__ = ["InstallError", "__version__", "install", "is_installed", "stats"]
+__all__ = ["InstallError", "__version__", "install", "is_installed", "simulate", "stats"]

@@ -16,6 +16,9 @@ class Settings:
     @property
     def log(self) -> bool: ...
     @property
+    def simulate(self) -> int | None:
+        """Devices are simulated, of so many bytes each."""
+    @property
     def torch_variable(self) -> tuple[str, str] | None:
         """The variable that PyTorch reads its options from, and its text without `backend`."""
 
@@ -27,6 +30,11 @@ def gather_settings(
 def start(settings: Settings) -> str:
     """Makes `settings` those of every device; returns the name of what is raised when memory runs out."""
 
+def simulate(size: str) -> None:
+    """Devices are simulated from now on, each of this size: `16GiB`, `8GB` or a number of bytes. ValueError if it is no
+    size; RuntimeError if devices are in use already."""
+
+def is_simulated() -> bool: ...
 def stop() -> None:
     """Python is shutting down: nothing calls into it from now on."""
 
@@ -41,6 +49,22 @@ def conf() -> str:
 
 def without_backend(conf: str) -> str:
     """A conf string without its `backend`."""
+
+def allocate(bytes: int, device: int = 0, stream: int = 0) -> int:
+    """Memory that is no tensor's: the address of so many bytes, for work on this stream. Out of memory is
+    `torch.OutOfMemoryError` where PyTorch is loaded, and else MemoryError; a device that is not there is ValueError."""
+
+def deallocate(address: int) -> None:
+    """Gives back what `allocate` gave, on whichever device; ValueError if nothing live starts there."""
+
+def device_of(address: int) -> int | None:
+    """The device whose memory an address lies in, live or cached; none if it is not Cushion's."""
+
+def memory_info(device: int = 0) -> tuple[int, int]:
+    """What nobody holds of a device, other processes included, and its size."""
+
+def devices_in_use() -> list[int]:
+    """The devices that have an engine, in order."""
 
 def memory_stats(device: int, by_private_pools: bool = False) -> dict[str, Any]:
     """The figures of a device, nested as PyTorch's are."""

@@ -36,7 +36,8 @@ def install(
     :param enable_logging: whether what was installed, and every allocation that is refused, is said on standard
         error, through Python's logger `cushion`
     :param conf: options as `key:value,key:value`, in the syntax of `PYTORCH_CUDA_ALLOC_CONF`
-    :raises InstallError: if CUDA was used already, or PyTorch is missing, too old or without CUDA
+    :raises InstallError: if CUDA was used already, PyTorch is missing, too old or without CUDA, or devices are
+        simulated
     :raises ValueError: if a setting is no good
     """
     settings = _cushion.gather_settings(dict(os.environ), policy, conf, enable_logging)
@@ -55,8 +56,32 @@ def is_installed() -> bool:
     return _plugin is not None
 
 
+def simulate(size: str | int) -> None:
+    """Devices are simulated from now on: the engine works as on a GPU, on addresses that nobody can follow.
+
+    For tests, and for trying things out where there is no GPU. As many devices as are asked for are there. PyTorch
+    cannot use such memory, so `install()` refuses afterwards. The variable `CUSHION_SIMULATE` does the same.
+
+    :param size: the memory of each device: "16GiB", "8GB" or a number of bytes
+    :raises ValueError: if that is no size
+    :raises RuntimeError: if a device is in use already
+    """
+    with _lock:
+        if _plugin is not None:
+            raise InstallError(
+                "PyTorch uses Cushion on its GPUs already, and devices can be simulated only before: call "
+                "cushion.simulate() first, in a process of its own"
+            )
+        _cushion.simulate(str(size))
+
+
 def _take_over(settings: _cushion.Settings) -> None:
     global _plugin
+    if settings.simulate is not None or _cushion.is_simulated():
+        raise InstallError(
+            "PyTorch cannot use simulated memory, and devices are simulated in this process: leave "
+            "cushion.simulate() and CUSHION_SIMULATE away to use a GPU"
+        )
     torch = _usable_torch()
     plugin = torch.cuda.memory.CUDAPluggableAllocator(_cushion.__file__, "cushion_alloc", "cushion_free")
     inner = plugin.allocator()

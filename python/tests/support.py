@@ -39,6 +39,8 @@ ROOT = HERE.parent.parent
 TRACES = ROOT / "tests" / "traces"
 PACKAGE = os.environ.get("CUSHION_PACKAGE")
 STANDIN = os.environ.get("CUSHION_STANDIN")
+# Variables that configure an allocator, or the stand-ins, begin so.
+CONFIGURING = ("CUSHION_", "PYTORCH_", "STANDIN_", "CUDART_STANDIN_", "GC_ALLOCATOR_", "OOM_")
 MIB = 1 << 20
 GIB = 1 << 30
 
@@ -85,11 +87,7 @@ needs_torch = unittest.skipIf(why_no_torch(), why_no_torch() or "")
 
 def environment(changes: dict[str, str | None] | None = None) -> dict[str, str]:
     """The environment of a child: the tests' own, without what would configure an allocator."""
-    result = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("CUSHION_", "PYTORCH_", "STANDIN_", "CUDART_STANDIN_"))
-    }
+    result = {name: value for name, value in os.environ.items() if not name.startswith(CONFIGURING)}
     for name in ("CUSHION_PACKAGE", "CUSHION_STANDIN"):
         if name in os.environ:
             result[name] = os.environ[name]
@@ -301,6 +299,19 @@ class ProcessCase(unittest.TestCase):
         for name, method in list(vars(cls).items()):
             if name.startswith("test") and callable(method):
                 setattr(cls, name, _elsewhere(name, method))
+            elif name == "setUp":
+                cls.setUp = _only_there(method)  # type: ignore[method-assign]
+
+
+def _only_there(method: Any) -> Any:
+    """What prepares a test is done where it runs, and not in the process that starts that one."""
+
+    @functools.wraps(method)
+    def set_up(self: ProcessCase) -> None:
+        if self.in_own_process:
+            method(self)
+
+    return set_up
 
 
 def _elsewhere(name: str, method: Any) -> Any:

@@ -56,9 +56,9 @@ class Group:
     jobs: tuple[Job, ...]
 
 
-def for_policies(programs: list[str], timeout: int) -> tuple[Job, ...]:
+def for_policies(programs: list[str], timeout: int, runs: tuple[str, ...] = ()) -> tuple[Job, ...]:
     return tuple(
-        Job(f"{program} {policy}", (f"{program}.py", "--policy", policy), timeout)
+        Job(f"{program} {policy}", (f"{program}.py", "--policy", policy), timeout, runs=runs)
         for program in programs
         for policy in POLICIES
     )
@@ -95,6 +95,7 @@ def tests() -> list[Group]:
         Group("graphs", "CUDA graphs beside eager work", for_policies(["graphs"], 240)),
         Group("race", "memory freed while another stream reads it", for_policies(["race"], 120)),
         Group("losses", "models trained to the same numbers", (losses,)),
+        Group("doors", "programs written for other allocators", for_policies(["doors"], 240, ("blocks.py",))),
         Group("examples", "every example, and the C interface", for_policies(["examples"], 400)),
         Group("snapshot", "recorded, and replayed address by address", for_policies(["snapshot"], 240)),
     ]

@@ -15,6 +15,7 @@ import gc
 import importlib.util
 import json
 import os
+import subprocess
 import sys
 import time
 import traceback
@@ -103,6 +104,13 @@ def settle() -> None:
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
+
+
+def child(command: list[str], **more: str) -> subprocess.CompletedProcess:
+    """A process that finds what this one finds, and harness.py."""
+    path = os.pathsep.join([os.path.dirname(os.path.abspath(__file__)), *filter(None, sys.path)])
+    environment = {**os.environ, "PYTHONPATH": path, **more}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
 
 
 def consistent(checks: Checks, policy: str) -> None:

@@ -8,12 +8,11 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import threading
 
-from harness import Checks, main, parser, require_gpu, settle, short
+from harness import Checks, child, main, parser, require_gpu, settle, short
 
 require_gpu()
 
@@ -118,13 +117,6 @@ def threads(checks: Checks) -> None:
     checks.equal(wrong, [], "what went wrong in threads")
     settle()
     checks.equal(torch.cuda.memory_allocated(), before, "memory allocated after the threads")
-
-
-def child(command: list[str], **more: str) -> subprocess.CompletedProcess:
-    """A process that finds what this one finds, and harness.py."""
-    path = os.pathsep.join([os.path.dirname(os.path.abspath(__file__)), *filter(None, sys.path)])
-    environment = {**os.environ, "PYTHONPATH": path, **more}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
 
 
 def late_frees(checks: Checks, policy: str) -> None:

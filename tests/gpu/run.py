@@ -131,9 +131,9 @@ class Record:
 
 
 def package_files() -> list[Path]:
-    """The files of the cushion package that would be imported."""
-    spec = importlib.util.find_spec("cushion")
-    folders = list(spec.submodule_search_locations or []) if spec else []
+    """The files of Cushion's packages that would be imported."""
+    specs = [importlib.util.find_spec(name) for name in ("cushion", "gcAllocator", "custom_cuda_allocator")]
+    folders = [folder for spec in specs if spec for folder in spec.submodule_search_locations or []]
     return sorted(
         path
         for folder in folders

@@ -4,9 +4,7 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
-use cushion_core::{Ladder, Options, Policy};
-
-use crate::bytes::parse_bytes;
+use cushion_core::{Ladder, Options, Policy, parse_bytes};
 
 /// A caching allocator for GPU memory that keeps programs alive when memory runs out.
 #[derive(Debug, Parser)]

@@ -6,7 +6,6 @@
 #![forbid(unsafe_code)]
 
 mod args;
-mod bytes;
 mod convert;
 mod load;
 mod progress;

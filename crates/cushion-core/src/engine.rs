@@ -208,6 +208,16 @@ impl<D: Driver> Engine<D> {
         Some((blocks[first].address, run.map(|id| blocks[id].size).sum()))
     }
 
+    /// Whether an address lies in a segment of this engine's, live or not.
+    #[must_use]
+    pub fn holds(&self, address: u64) -> bool {
+        let state = self.lock();
+        state
+            .segments
+            .iter()
+            .any(|(_, segment)| (segment.address..segment.end()).contains(&address))
+    }
+
     /// Whether a free block would serve this request as things stand: no driver call, no wait.
     #[must_use]
     pub fn would_hit(&self, bytes: u64, stream: StreamId) -> bool {

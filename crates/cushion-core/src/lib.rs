@@ -23,6 +23,7 @@ pub mod size;
 pub mod testing;
 
 mod block;
+mod bytes;
 mod check;
 mod clock;
 mod engine;
@@ -44,6 +45,7 @@ mod snapshot;
 mod stats;
 mod table;
 
+pub use bytes::parse_bytes;
 pub use check::Violation;
 pub use clock::{Clock, VirtualClock};
 pub use driver::{CheckedDriver, Driver, DriverError, SimConfig, SimDriver, StreamId};

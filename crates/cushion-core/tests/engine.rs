@@ -140,6 +140,20 @@ mod tests {
     // ---- errors ----
 
     #[test]
+    fn addresses_of_live_and_cached_memory_are_known() {
+        for conf in POLICIES {
+            let gpu = gpu(100, conf);
+            let address = take(&gpu, 3 * MIB, S0);
+            assert!(gpu.holds(address) && gpu.holds(address + 3 * MIB - 1), "{conf}");
+            assert!(!gpu.holds(address - 1) && !gpu.holds(0), "{conf}");
+            gpu.free(address).unwrap();
+            assert!(gpu.holds(address), "{conf}");
+            gpu.empty_cache().unwrap();
+            assert!(!gpu.holds(address), "{conf}");
+        }
+    }
+
+    #[test]
     fn zero_bytes_are_null() {
         let gpu = gpu(100, "");
         unchanged(&gpu, || {

@@ -33,13 +33,14 @@ mod _cushion {
     use std::ffi::OsString;
 
     use cushion::core::options::{Asked, Settings, torch_variable, without_key};
-    use cushion::core::{Action, Policy, PoolId};
-    use cushion::{DeviceEngine, HistoryPlan, devices};
-    use pyo3::exceptions::{PyRuntimeError, PyValueError};
+    use cushion::core::{Action, Driver as _, Policy, PoolId, StreamId, parse_bytes};
+    use cushion::{CudaError, DeviceEngine, DeviceError, HistoryPlan, devices};
+    use pyo3::exceptions::{PyMemoryError, PyRuntimeError, PyValueError};
     use pyo3::prelude::*;
     use pyo3::types::{PyDict, PyList, PyString};
 
     use super::recorder::{self, Level};
+    use super::throw::Failure;
     use super::{abi, fork, gil, plugin, profiler, refusal, snapshot, stacks, throw};
 
     #[pymodule_export]
@@ -70,6 +71,11 @@ mod _cushion {
         fn log(&self) -> bool {
             self.settings.log
         }
+
+        #[getter]
+        fn simulate(&self) -> Option<u64> {
+            self.settings.simulate
+        }
     }
 
     /// Gathers the settings of this process from arguments and from the variables of `environ`.
@@ -96,6 +102,20 @@ mod _cushion {
         profiler::start();
         py.detach(|| devices().set_options(&settings.settings.options));
         throw::out_of_memory_name()
+    }
+
+    /// Devices are simulated from now on, each of `size`, such as `16GiB`.
+    #[pyfunction]
+    fn simulate(py: Python<'_>, size: &str) -> PyResult<()> {
+        let capacity = parse_bytes(size).map_err(PyValueError::new_err)?;
+        let simulated = py.detach(|| devices().simulate(capacity));
+        simulated.map_err(|error| PyRuntimeError::new_err(format!("Cushion: {error}")))
+    }
+
+    /// Whether devices are simulated.
+    #[pyfunction]
+    fn is_simulated(py: Python<'_>) -> bool {
+        py.detach(|| devices().are_simulated())
     }
 
     /// Python is shutting down: nothing calls into it from now on.
@@ -128,6 +148,82 @@ mod _cushion {
     #[pyfunction]
     fn without_backend(conf: &str) -> String {
         without_key(conf, "backend")
+    }
+
+    /// Memory that is no tensor's: the address of `bytes` bytes, for work on `stream`.
+    #[pyfunction]
+    #[pyo3(signature = (bytes, device=0, stream=0))]
+    fn allocate(py: Python<'_>, bytes: u64, device: i64, stream: u64) -> PyResult<u64> {
+        fork::watch();
+        let context = recorder::context(Level::State);
+        py.detach(|| {
+            usable(device)?;
+            Ok::<_, PyErr>(plugin::alloc_for(bytes, device, StreamId(stream), context))
+        })?
+        .map_err(|failure| match failure {
+            Failure::OutOfMemory(text) => out_of_memory(py, text),
+            Failure::Other(text) => PyRuntimeError::new_err(text),
+        })
+    }
+
+    /// Gives back what `allocate` gave, on whichever device.
+    #[pyfunction]
+    fn deallocate(py: Python<'_>, address: u64) -> PyResult<()> {
+        let context = recorder::context(Level::All);
+        let freed = py.detach(|| plugin::free_for(address, context));
+        freed.map_err(|error| PyValueError::new_err(format!("Cushion: {error}")))
+    }
+
+    /// The device whose memory an address lies in, live or cached; none if it is not Cushion's.
+    #[pyfunction]
+    fn device_of(py: Python<'_>, address: u64) -> Option<usize> {
+        let holder = || devices().made().find(|(_, engine)| engine.holds(address));
+        py.detach(|| holder().map(|(device, _)| device))
+    }
+
+    /// What nobody holds of a device, other processes included, and its size.
+    #[pyfunction]
+    #[pyo3(signature = (device=0))]
+    fn memory_info(py: Python<'_>, device: i64) -> PyResult<(u64, u64)> {
+        fork::watch();
+        let info = py.detach(|| Ok::<_, PyErr>(usable(device)?.driver().memory_info()))?;
+        let info = info.map_err(|error| PyRuntimeError::new_err(format!("Cushion: {error}")))?;
+        Ok((info.free, info.total))
+    }
+
+    /// The devices that have an engine, in order.
+    #[pyfunction]
+    fn devices_in_use() -> Vec<usize> {
+        devices().made().map(|(device, _)| device).collect()
+    }
+
+    /// As PyTorch raises it, where PyTorch is loaded.
+    fn out_of_memory(py: Python<'_>, text: String) -> PyErr {
+        let class = || {
+            let modules = py.import("sys")?.getattr("modules")?;
+            let torch = modules.get_item("torch")?;
+            // Up to 2.4 it has only the second of these names.
+            torch
+                .getattr("OutOfMemoryError")
+                .or_else(|_| torch.getattr("cuda")?.getattr("OutOfMemoryError"))
+        };
+        match class().and_then(|class| class.call1((&text,))) {
+            Ok(error) => PyErr::from_value(error),
+            Err(_) => PyMemoryError::new_err(text),
+        }
+    }
+
+    /// The engine of a device, made if need be.
+    fn usable(device: i64) -> PyResult<&'static DeviceEngine> {
+        devices().get_or_make(device).map_err(|error| {
+            let text = format!("Cushion cannot use GPU {device}: {error}");
+            match error {
+                DeviceError::OutOfRange(_) | DeviceError::Cuda(CudaError::NoSuchDevice { .. }) => {
+                    PyValueError::new_err(text)
+                }
+                _ => PyRuntimeError::new_err(text),
+            }
+        })
     }
 
     /// The figures of a device, nested as PyTorch's are.
@@ -219,7 +315,7 @@ mod _cushion {
     #[pyfunction]
     fn empty_cache(py: Python<'_>) -> PyResult<()> {
         py.detach(plugin::empty_cache).map_err(|failure| {
-            let (throw::Failure::OutOfMemory(text) | throw::Failure::Other(text)) = failure;
+            let (Failure::OutOfMemory(text) | Failure::Other(text)) = failure;
             PyRuntimeError::new_err(text)
         })
     }

@@ -25,11 +25,20 @@ pub(crate) fn device_count() -> usize {
 
 /// Memory for a tensor.
 pub(crate) fn alloc(bytes: u64, device: i64, stream: StreamId) -> Result<u64, Failure> {
+    alloc_for(bytes, device, stream, recorder::context(Level::State))
+}
+
+/// As [`alloc`], with what is to be noted beside it.
+pub(crate) fn alloc_for(
+    bytes: u64,
+    device: i64,
+    stream: StreamId,
+    context: Context,
+) -> Result<u64, Failure> {
     if bytes == 0 {
         return Ok(0);
     }
     let engine = engine(device)?;
-    let context = recorder::context(Level::State);
     match serve(engine, bytes, stream, context) {
         Ok(address) => {
             report(engine, address, device, 1);
@@ -66,6 +75,22 @@ pub(crate) fn free(address: u64, device: i64) {
     report(engine, address, device, -1);
     let context = recorder::context(Level::All);
     let _ = engine.free_for(address, context);
+}
+
+/// Gives back what [`alloc_for`] gave on any device. An address that is not live is an error; a free whose event could
+/// not be recorded is none, as above.
+pub(crate) fn free_for(address: u64, context: Context) -> Result<(), AddressError> {
+    if address == 0 {
+        return Ok(());
+    }
+    for (device, engine) in devices().made() {
+        report(engine, address, i64::try_from(device).unwrap_or(i64::MAX), -1);
+        match engine.free_for(address, context) {
+            Err(AddressError::Unknown { .. }) => {}
+            _ => return Ok(()),
+        }
+    }
+    Err(AddressError::Unknown { address })
 }
 
 /// Tells the profiler, if it records, of an allocation (`sign` 1) or a free (-1).

@@ -251,8 +251,15 @@ mod tests {
         let gpu = devices.get_or_make(1).unwrap();
         let address = gpu.alloc(3 << 20, StreamId(0)).unwrap();
         assert_eq!(gpu.stats().reserved_bytes.all.current, 20 << 20);
+        let other = devices.get_or_make(127).unwrap();
+        assert_ne!(
+            other.alloc(3 << 20, StreamId(0)).unwrap(),
+            address,
+            "an address tells its device"
+        );
+        assert!(gpu.holds(address) && !other.holds(address));
         gpu.free(address).unwrap();
-        assert_eq!(devices.made().map(|(device, _)| device).collect::<Vec<_>>(), [1]);
+        assert_eq!(devices.made().map(|(device, _)| device).collect::<Vec<_>>(), [1, 127]);
         assert!(devices.simulate(1 << 30).is_ok(), "nothing changes");
         assert!(matches!(devices.simulate(2 << 30), Err(DeviceError::InUse)));
     }

@@ -20,6 +20,10 @@ use crate::size::{MIB, round_up};
 /// they never meet recorded ones,
 const OWN_ADDRESSES: u64 = 1 << 48;
 
+/// as far apart as this for devices of different numbers, so that an address tells its device,
+const DEVICE_ADDRESSES: u64 = 1 << 55;
+const LAST_DEVICE: u32 = 127;
+
 /// and end here: even this device runs out of them.
 const LAST_ADDRESS: u64 = 1 << 62;
 
@@ -114,7 +118,9 @@ impl SimDriver {
     /// A device with nothing on it.
     #[must_use]
     pub fn new(config: SimConfig) -> Self {
-        Self { config, state: Mutex::default() }
+        let apart = u64::from(config.device.min(LAST_DEVICE)) * DEVICE_ADDRESSES;
+        let state = State { next_address: OWN_ADDRESSES + apart, ..State::default() };
+        Self { config, state: Mutex::new(state) }
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -302,7 +308,7 @@ impl State {
                 return Ok(address);
             }
         }
-        let address = self.next_address.max(OWN_ADDRESSES);
+        let address = self.next_address;
         let end = round_up(bytes, 2 * MIB).and_then(|span| address.checked_add(span));
         self.next_address = end
             .filter(|&end| end <= LAST_ADDRESS)

@@ -7,6 +7,7 @@
 use thiserror::Error;
 
 use super::{NotOurs, Options, OptionsError, REGISTRY};
+use crate::bytes::parse_bytes;
 use crate::policy::Policy;
 
 /// The variables that PyTorch reads, in its order: it reads the first that is set and no other.
@@ -16,7 +17,7 @@ pub const TORCH_VARIABLES: [&str; 3] =
 /// One setting of a process: everything there is to know about it.
 #[derive(Debug, Clone, Copy)]
 pub struct SettingSpec {
-    /// Its name as an argument of `install`.
+    /// Its name in code: an argument of `install`, or a function of the package.
     pub name: &'static str,
     /// The variable that sets it.
     pub variable: &'static str,
@@ -51,9 +52,18 @@ const LOG: SettingSpec = SettingSpec {
     meaning: "Whether Cushion says on standard error, through Python's logger `cushion`, what was \
               installed and every allocation that was refused.",
 };
+const SIMULATE: SettingSpec = SettingSpec {
+    name: "simulate",
+    variable: "CUSHION_SIMULATE",
+    default: "none",
+    accepts: "a size up to 1 PiB, such as `16GiB`, `8GB` or a number of bytes",
+    meaning: "Devices are simulated, each of this size: for trying things out and for tests where \
+              there is no GPU. The same as `cushion.simulate()`. PyTorch cannot use such memory, so \
+              `cushion.install()` refuses then.",
+};
 
 /// All settings, in the order in which they are shown.
-pub static SETTINGS: &[SettingSpec] = &[POLICY, CONF, LOG];
+pub static SETTINGS: &[SettingSpec] = &[POLICY, CONF, LOG, SIMULATE];
 
 /// What the caller says in code; it wins over every variable.
 #[derive(Debug, Clone, Default)]
@@ -73,6 +83,8 @@ pub struct Settings {
     pub options: Options,
     /// Whether messages go to standard error.
     pub log: bool,
+    /// Devices are simulated, of this size each.
+    pub simulate: Option<u64>,
     /// Pairs of conf strings that are PyTorch's alone.
     pub not_ours: Vec<NotOurs>,
 }
@@ -135,7 +147,17 @@ impl Settings {
             (None, Some(value)) => flag(LOG.variable, &value)?,
             (None, None) => false,
         };
-        Ok(Self { options: gathered.options, log, not_ours: gathered.not_ours })
+        let simulate = variable(SIMULATE.variable).filter(|size| !size.trim().is_empty());
+        let simulate = simulate.map(|size| {
+            let refused = |_| refused_value(SIMULATE.variable, &size, SIMULATE.accepts);
+            parse_bytes(&size).map_err(refused)
+        });
+        Ok(Self {
+            options: gathered.options,
+            log,
+            simulate: simulate.transpose()?,
+            not_ours: gathered.not_ours,
+        })
     }
 }
 
@@ -235,6 +257,7 @@ mod tests {
         let settings = gather(Asked::default(), &[]).unwrap();
         assert_eq!(settings.options, Options::default());
         assert!(!settings.log && settings.not_ours.is_empty());
+        assert_eq!(settings.simulate, None);
     }
 
     #[test]
@@ -272,6 +295,16 @@ mod tests {
     }
 
     #[test]
+    fn devices_are_simulated_where_a_size_is_given() {
+        let simulated = |size| gather(Asked::default(), &[("CUSHION_SIMULATE", size)]);
+        assert_eq!(simulated("16GiB").unwrap().simulate, Some(16 << 30));
+        assert_eq!(simulated(" ").unwrap().simulate, None);
+        for bad in ["0", "-1", "2000TiB"] {
+            assert!(simulated(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
     fn every_option_has_a_variable() {
         for spec in REGISTRY {
             let (name, value) = match spec.key {
@@ -302,6 +335,10 @@ mod tests {
         assert_eq!(text, "policy cannot be `pages`: it takes `segments` or `expandable`");
         let text = gather(Asked::default(), &[("CUSHION_LOG", "maybe")]).unwrap_err().to_string();
         assert_eq!(text, "CUSHION_LOG cannot be `maybe`: it takes `1` or `0`");
+        let text = gather(Asked::default(), &[("CUSHION_SIMULATE", "large")]).unwrap_err();
+        assert!(
+            text.to_string().starts_with("CUSHION_SIMULATE cannot be `large`: it takes a size")
+        );
         let broken = [("CUSHION_CONF", "max_split_size_mb"), ("CUSHION_POLICY", "segments")];
         assert!(gather(Asked::default(), &broken).is_err());
     }

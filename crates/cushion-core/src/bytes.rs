@@ -1,9 +1,9 @@
-//! Sizes as people write them.
+//! Sizes of devices as people write them.
 
-use cushion_core::size::{GIB, KIB, MIB};
+use crate::size::{GIB, KIB, MIB};
 
 /// Reads `24GiB`, `1.5 GiB`, `512MiB`, `24G` (binary), `24GB` (decimal) or a number of bytes.
-pub(crate) fn parse_bytes(text: &str) -> Result<u64, String> {
+pub fn parse_bytes(text: &str) -> Result<u64, String> {
     let trimmed = text.trim();
     let split = trimmed.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(trimmed.len());
     let (number, unit) = trimmed.split_at(split);

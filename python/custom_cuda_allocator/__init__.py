@@ -1,0 +1,36 @@
+"""custom_cuda_allocator on Cushion, for programs that were written for custom_cuda_allocator.
+
+    import torch, custom_cuda_allocator
+    custom_cuda_allocator.setup_allocator()                # before CUDA is used
+    tensor = custom_cuda_allocator.allocate_tensor(num_elements=1_000_000, dtype=torch.float32, device=0)
+
+The memory is Cushion's; docs/doors.md says what differs. `torch.TensorOptions` and `torch.kCUDA`, which programs take
+from C++, are put into PyTorch where it has none. New programs need only `cushion.install()` and `torch.cuda.memory`.
+"""
+
+from ._allocator import (
+    CUDAAllocator,
+    MemoryStats,
+    allocate_tensor,
+    clear_cache,
+    get_memory_stats,
+    get_retry_count,
+    setup_allocator,
+)
+from ._settings import RetrySettings, settings
+from ._tensors import TensorOptions, lend_names
+
+__all__ = [
+    "CUDAAllocator",
+    "MemoryStats",
+    "RetrySettings",
+    "TensorOptions",
+    "allocate_tensor",
+    "clear_cache",
+    "get_memory_stats",
+    "get_retry_count",
+    "settings",
+    "setup_allocator",
+]
+
+lend_names()

@@ -1,0 +1,152 @@
+"""The calls of custom_cuda_allocator. Those that allocate make Cushion PyTorch's allocator if nothing has yet; those
+that only ask change nothing."""
+
+from __future__ import annotations
+
+from typing import Any, TypedDict
+
+from cushion import _cushion, _doors
+
+from ._settings import RetrySettings, settings
+from ._tensors import TensorOptions, device_of, dtype_of, lend_names
+
+# What the original called a GB.
+_GB = 1 << 30
+
+
+class MemoryStats(TypedDict):
+    """The memory of one device. A GB is 1024³ bytes."""
+
+    device: int
+    #: held by anybody, other processes included
+    used_gb: float
+    #: held by nobody
+    free_gb: float
+    total_gb: float
+    #: in tensors and other allocations of this process
+    allocated_gb: float
+    peak_allocated_gb: float
+    #: held by this process: allocated, or cached for the next allocation
+    reserved_gb: float
+    cached_gb: float
+    #: how often memory had to be given back before an allocation was tried again, and how often it was refused
+    retry_count: int
+    oom_count: int
+
+
+def setup_allocator() -> None:
+    """Makes Cushion PyTorch's allocator, before CUDA is used, and checks the variables. A second call changes nothing.
+
+    :raises cushion.InstallError: if PyTorch does not let Cushion in; the text says why, and what to do
+    :raises ValueError: if a variable is no good
+    """
+    _set_up(settings())
+
+
+def _set_up(chosen: RetrySettings, *, without_torch: bool = False) -> None:
+    _doors.enter(True if chosen.verbose else None, without_torch=without_torch)
+    lend_names()
+
+
+def get_memory_stats(device: Any = -1) -> MemoryStats:
+    """The memory of a device; of the current one if none is given."""
+    _doors.simulated()
+    index = device_of(device)
+    free, total = _cushion.memory_info(index)
+    figures = _cushion.memory_stats(index)
+    allocated, reserved = figures["allocated_bytes"]["all"], figures["reserved_bytes"]["all"]
+    return {
+        "device": index,
+        "used_gb": (total - free) / _GB,
+        "free_gb": free / _GB,
+        "total_gb": total / _GB,
+        "allocated_gb": allocated["current"] / _GB,
+        "peak_allocated_gb": allocated["peak"] / _GB,
+        "reserved_gb": reserved["current"] / _GB,
+        "cached_gb": (reserved["current"] - allocated["current"]) / _GB,
+        "retry_count": figures["num_alloc_retries"],
+        "oom_count": figures["num_ooms"],
+    }
+
+
+def allocate_tensor(
+    num_elements: int | None = None, dtype: Any = None, device: Any = 0, *, elements: int | None = None
+) -> Any:
+    """A tensor of one dimension, not filled.
+
+    :param num_elements: how many numbers it holds; `elements` is the same
+    :param dtype: of PyTorch, of NumPy, a type of Python's or a name; `float32` if not given
+    :param device: a number, "cuda", "cuda:1" or a `torch.device`
+    :raises torch.OutOfMemoryError: if it does not fit
+    """
+    if (num_elements is None) == (elements is None):
+        raise TypeError("allocate_tensor() takes num_elements, or elements, which is the same: one of them")
+    count = _doors.whole("num_elements", elements if num_elements is None else num_elements)
+    _set_up(settings())
+    return _tensor("allocate_tensor()", count, dtype, device)
+
+
+def clear_cache() -> None:
+    """Gives back to the driver what is cached, on every device."""
+    _cushion.empty_cache()
+
+
+def get_retry_count() -> int:
+    """How often, on all devices, an allocation was tried again after memory had been given back."""
+    return sum(_cushion.memory_stats(device)["num_alloc_retries"] for device in _cushion.devices_in_use())
+
+
+class CUDAAllocator:
+    """Memory by address, and tensors. Makes Cushion PyTorch's allocator if nothing has yet; without PyTorch, memory by
+    address is there all the same."""
+
+    def __init__(self) -> None:
+        #: what the variables said
+        self.settings = settings()
+        _set_up(self.settings, without_torch=True)
+
+    def allocate(self, size: int, device: Any = 0) -> int:
+        """The address of `size` bytes, for work on the device's current stream of PyTorch, or on its default stream
+        where PyTorch does not use it. They are counted with PyTorch's, and stay until `deallocate`.
+
+        :raises torch.OutOfMemoryError: if they do not fit; without PyTorch, MemoryError
+        """
+        size, index = _doors.whole("size", size), device_of(device)
+        torch = _doors.torch_in_use()
+        stream = 0 if torch is None else torch.cuda.current_stream(index).cuda_stream
+        return _cushion.allocate(size, index, stream)
+
+    def deallocate(self, ptr: int) -> None:
+        """Gives back what `allocate` gave, on whichever device.
+
+        :raises ValueError: if nothing that is live starts there
+        """
+        _cushion.deallocate(_doors.whole("ptr", ptr))
+
+    def create_tensor(
+        self, num_elements: int, options: TensorOptions | Any = None, *, dtype: Any = None, device: Any = None
+    ) -> Any:
+        """A tensor of one dimension, not filled, as `allocate_tensor()` makes it.
+
+        :param options: `torch.TensorOptions()`, or a dtype
+        :param dtype: wins over that of the options
+        :param device: wins over that of the options; the current device if neither names one
+        """
+        count = _doors.whole("num_elements", num_elements)
+        if not isinstance(options, TensorOptions):
+            options = TensorOptions(options)
+        dtype = options.chosen_dtype if dtype is None else dtype
+        device = options.chosen_device if device is None else device
+        return _tensor("create_tensor()", count, dtype, device)
+
+
+def _tensor(call: str, count: int, dtype: Any, device: Any) -> Any:
+    if _cushion.is_simulated():
+        raise RuntimeError(
+            f"{call} makes tensors of PyTorch, which cannot use simulated memory: CUDAAllocator().allocate() can"
+        )
+    try:
+        import torch
+    except ImportError as error:
+        raise RuntimeError(f"{call} makes tensors of PyTorch, which cannot be imported: install it first") from error
+    return torch.empty(count, dtype=dtype_of(torch, dtype), device=f"cuda:{device_of(device)}")

@@ -1,0 +1,66 @@
+"""The examples, run as people run them: without a GPU, and with PyTorch over the stand-ins."""
+
+from __future__ import annotations
+
+import unittest
+
+import support
+
+EXAMPLES = support.ROOT / "examples" / "python"
+NO_GPU = {"LD_PRELOAD": None, "LD_LIBRARY_PATH": None, "CUDA_VISIBLE_DEVICES": ""}
+
+
+class Examples(unittest.TestCase):
+    def example(self, name: str, changes: dict[str, str | None]) -> str:
+        done = support.python(str(EXAMPLES / name), changes=changes)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        if not done.stdout.startswith("SKIPPED: "):
+            self.assertEqual(done.stdout.splitlines()[-1], "ok")
+        return done.stdout
+
+
+class WithoutGpu(Examples):
+    def test_gcallocator(self) -> None:
+        said = self.example("gcallocator_door.py", NO_GPU)
+        self.assertIn("on a simulated device of 16 GiB", said)
+        self.assertIn("4 MiB are kept: 4.00 MiB in use (peak 20.00 MiB); allocations: 2", said)
+        self.assertIn("tracked, and not Cushion's: 64.00 MiB in use", said)
+        self.assertIn("Peak memory: 20.00 MiB, and 0 times out of memory", said)
+
+    def test_custom_cuda_allocator(self) -> None:
+        said = self.example("custom_cuda_allocator_door.py", NO_GPU)
+        self.assertIn("on a simulated device of 16 GiB", said)
+        self.assertIn("With 1 GiB: 1.00 GB used / 16.00 GB total, 1.00 GB allocated, 0.00 GB cached", said)
+        self.assertIn("Given back: 1.00 GB used / 16.00 GB total, 0.00 GB allocated, 1.00 GB cached", said)
+        self.assertIn("Cleared: 0.00 GB used", said)
+        self.assertIn("A PiB is refused: CUDA out of memory.", said)
+
+    def test_training_is_skipped(self) -> None:
+        self.assertTrue(self.example("train_with_one_line.py", NO_GPU).startswith("SKIPPED: "))
+
+    def test_replay(self) -> None:
+        first, segments, expandable, _ = self.example("replay_snapshot.py", NO_GPU).splitlines()
+        self.assertEqual(first, "graphs_serving.pickle.gz on 4.5GiB:")
+        self.assertIn("segments: out of memory at a request of 0.40 GiB; the smallest card is 4.58 GiB", segments)
+        self.assertIn("expandable: fits", expandable)
+
+
+@support.needs_torch
+class OverStandins(Examples):
+    GPU = {"STANDIN_CAPACITY": str(8 * support.GIB)}
+
+    def test_gcallocator(self) -> None:
+        said = self.example("gcallocator_door.py", self.GPU)
+        self.assertNotIn("simulated", said)
+        self.assertIn("A tensor is kept: 3.81 MiB in use", said)
+
+    def test_custom_cuda_allocator(self) -> None:
+        said = self.example("custom_cuda_allocator_door.py", self.GPU)
+        self.assertNotIn("simulated", said)
+        self.assertIn("With 1 GiB: 1.00 GB used / 8.00 GB total", said)
+        self.assertIn("Tensors: torch.float32 and torch.float16 on cuda:0", said)
+        self.assertIn("A PiB is refused: CUDA out of memory.", said)
+
+
+if __name__ == "__main__":
+    unittest.main()
