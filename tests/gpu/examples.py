@@ -22,7 +22,7 @@ require_gpu()
 ROOT = Path(__file__).resolve().parents[2]
 BUILT = ROOT / "gpu-kit" / "examples"
 # What has to be there, so that a kit that lacks one is no success.
-EXPECTED = {"buffers", "kernel"}
+EXPECTED = {"buffers", "kernel", "capi_c", "capi_cpp", "c_alloc", "cpp_buffers"}
 
 
 def commands() -> dict[str, list[str]]:

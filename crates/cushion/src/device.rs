@@ -47,7 +47,7 @@ enum EngineOf {
 impl Device {
     /// A GPU, as CUDA numbers those that this process can see. All callers in a process, PyTorch among them if
     /// Cushion is its allocator, share one cache. The first call makes the device's primary context; the options
-    /// are those of the `CUSHION_*` variables.
+    /// are those of the `CUSHION_*` variables; `CUSHION_SIMULATE=16GiB` makes it a simulated device.
     pub fn cuda(index: u32) -> Result<Self, Error> {
         let engine = devices().get_or_make(i64::from(index))?;
         Ok(Self { engine: EngineOf::Process(engine) })

@@ -127,13 +127,13 @@ impl Devices {
             return Ok(engine);
         }
         self.used.store(true, Ordering::Relaxed);
+        let options = begin(&mut plan)?;
         let driver = match plan.simulated {
             Some(capacity) => DeviceDriver::simulated(index, capacity),
             None => DeviceDriver::Cuda(CudaDriver::new(index)?),
         };
         let clock = plan.clock.get_or_insert_with(|| Arc::new(SystemClock::new()));
         let clock = Arc::clone(clock);
-        let options = options_of(&mut plan)?.clone();
         let engine =
             Engine::with_config(driver, EngineConfig { options, ladder: Ladder::Graceful, clock });
         if plan.history.entries > 0 {
@@ -227,14 +227,16 @@ impl Devices {
     }
 }
 
-/// The options to begin with.
+/// The options to begin with. Where nobody has set any, the environment is asked.
 #[expect(clippy::disallowed_methods, reason = "this is where Rust programs get theirs from")]
-fn options_of(plan: &mut Plan) -> Result<&Options, SettingsError> {
-    if plan.options.is_none() {
-        let settings = Settings::gather(&Asked::default(), |name| std::env::var(name).ok())?;
-        plan.options = Some(settings.options);
+fn begin(plan: &mut Plan) -> Result<Options, SettingsError> {
+    if let Some(options) = &plan.options {
+        return Ok(options.clone());
     }
-    Ok(plan.options.get_or_insert(Options::DEFAULT))
+    let settings = Settings::gather(&Asked::default(), |name| std::env::var(name).ok())?;
+    plan.simulated = plan.simulated.or(settings.simulate);
+    plan.options = Some(settings.options.clone());
+    Ok(settings.options)
 }
 
 #[cfg(test)]

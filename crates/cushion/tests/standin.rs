@@ -71,6 +71,16 @@ mod tests {
     }
 
     #[test]
+    fn a_variable_makes_devices_simulated() {
+        with_standin(&[("CUSHION_SIMULATE", "3GiB")], |lib| {
+            let gpu = Device::cuda(5).unwrap();
+            assert!(gpu.is_simulated());
+            assert_eq!((gpu.index(), gpu.memory_info().unwrap().total), (5, 3 << 30));
+            assert_eq!(calls(lib, c"cuDeviceGet"), 0);
+        });
+    }
+
+    #[test]
     fn a_variable_that_is_no_good_is_named() {
         with_standin(&[("CUSHION_POLICY", "magic")], |_| {
             let failed = Device::cuda(0).unwrap_err().to_string();
