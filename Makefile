@@ -25,6 +25,8 @@ test: ## format, lints, documentation, every test that needs no GPU (SEED=N for 
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --workspace --no-deps --features cushion/cudarc --locked --quiet
 	@sh scripts/setup-browser.sh
 	PROPTEST_RNG_SEED=$(SEED) $(CARGO) test --workspace --features cushion/cudarc --locked
+	@echo 'the example in Rust that needs no GPU:'
+	@$(CARGO) run --locked --quiet -p cushion --example buffers | tee /dev/stderr | tail -n 1 | grep -qx ok
 	@$(MAKE) --no-print-directory test-viz test-capi test-python test-wheel
 
 test-viz: ## converted snapshots in PyTorch's own tools (MEMORYVIZ_JS=PATH for its viewer too)

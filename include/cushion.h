@@ -16,7 +16,11 @@
  * Every function may be called from any thread at any time. None writes to standard output, throws, or ends the
  * program; a pointer that is documented as an argument may be NULL where that is said, and is otherwise refused
  * with CUSHION_INVALID_ARGUMENT. Only results, texts and structs are ever read or written through a pointer:
- * devices, streams and memory of a device are looked up, so that a wrong one is an error and not a crash.
+ * devices and memory of a device are looked up, so that a wrong one is an error and not a crash.
+ *
+ * A stream is not: CUDA does not check one. Destroy a stream only once its work is done and all memory that was
+ * allocated on it, or noted for it, is freed. CUDA's per-thread default stream (cudaStreamPerThread) is another stream
+ * on every thread and is refused; in code compiled so that NULL means that one, name a stream of your own.
  */
 #ifndef CUSHION_H
 #define CUSHION_H

@@ -25,7 +25,7 @@ fn main() -> Result<(), Error> {
 
     // What another stream uses is noted, and not handed out again before that is done with it.
     let side = gpu.new_stream()?;
-    b.record_stream(&side);
+    b.record_stream(&side)?;
     drop((a, b));
 
     // Too much is an error that says why, and the program goes on.

@@ -78,6 +78,8 @@ def whole(name: str, value: Any) -> int:
         raise TypeError(f"{name} is {value!r}, and has to be a whole number") from None
     if number < 0:
         raise ValueError(f"{name} is {number}, and cannot be negative")
+    if number >= 1 << 64:
+        raise ValueError(f"{name} is {number}, and no device has so much: it takes less than 2 ** 64")
     return number
 
 

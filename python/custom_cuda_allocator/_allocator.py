@@ -1,5 +1,5 @@
 """The calls of custom_cuda_allocator. Those that allocate make Cushion PyTorch's allocator if nothing has yet; those
-that only ask change nothing."""
+that only ask do not."""
 
 from __future__ import annotations
 

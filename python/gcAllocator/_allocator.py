@@ -13,7 +13,8 @@ from cushion import _doors, _log
 from ._ledger import ledger
 from ._stats import AllocatorStats, gather
 
-_lock = threading.Lock()
+# A finaliser may ask for figures in the middle of anything here, on the same thread.
+_lock = threading.RLock()
 _installed = False
 _frozen: AllocatorStats | None = None
 _said = False
@@ -29,7 +30,8 @@ class GCAllocator:
 
     def __init__(self, enable_logging: bool | None = None) -> None:
         self.enable_logging = enable_logging
-        self._installed_here = False
+        # Of each block that is open: whether it changed anything.
+        self._changed: list[bool] = []
 
     def install(self) -> GCAllocator:
         """Makes Cushion PyTorch's allocator, before CUDA is used, and counts from now on.
@@ -49,14 +51,14 @@ class GCAllocator:
         return get_stats()
 
     def __enter__(self) -> GCAllocator:
-        self._installed_here = self._install()
+        self._changed.append(self._install())
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         # Not what a program around this block installed.
-        if self._installed_here:
+        if self._changed.pop():
             _uninstall()
 
     def _install(self) -> bool:

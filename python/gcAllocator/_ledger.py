@@ -13,19 +13,21 @@ class Ledger:
     """What was told of. Safe from every thread."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        # A finaliser may end what it tracks in the middle of anything here, on the same thread.
+        self._lock = threading.RLock()
         self._live: dict[int, tuple[int, int]] = {}
         self._allocations = self._deallocations = 0
         self._current = self._peak = self._allocated = self._freed = 0
 
     def add(self, ptr: int, size: int, device: int) -> None:
         is_cushion_s = _cushion.device_of(ptr) is not None
+        entry = (size, device)
         with self._lock:
             # Nobody told of its end: two owners do not have one address at once.
             self._drop(ptr)
             if is_cushion_s:
                 return
-            self._live[ptr] = (size, device)
+            self._live[ptr] = entry
             self._allocations += 1
             self._allocated += size
             self._current += size

@@ -232,6 +232,44 @@ class Simulated(support.ProcessCase):
             core.track_allocation(FOREIGN, -1, 0)
         with self.assertRaisesRegex(TypeError, "ptr is 1.5"):
             core.track_deallocation(1.5)  # type: ignore[arg-type]
+        with self.assertRaisesRegex(ValueError, "no device has so much"):
+            core.track_allocation(1 << 64, 1, 0)
+
+    def test_finalisers_may_end_what_they_track(self) -> None:
+        import gc
+        import weakref
+
+        import gcAllocator
+
+        class Foreign:
+            def __init__(self, ptr: int) -> None:
+                # Only the garbage collector finds it.
+                self.itself = self
+                gcAllocator.gc_allocator_core.track_allocation(ptr, 10, 0)
+                weakref.finalize(self, gcAllocator.gc_allocator_core.track_deallocation, ptr)
+
+        gcAllocator.install()
+        before = gc.get_threshold()
+        gc.set_threshold(1)
+        for number in range(1, 2000):
+            Foreign(FOREIGN + number)
+            gcAllocator.get_stats()
+        gc.set_threshold(*before)
+        gc.collect()
+        tracked = gcAllocator.get_stats().tracked
+        self.assertEqual((tracked.total_allocations, tracked.current_bytes_allocated), (1999, 0))
+
+    def test_blocks_of_one_allocator_inside_each_other(self) -> None:
+        import gcAllocator
+        from cushion import _cushion
+
+        allocator = gcAllocator.GCAllocator()
+        with allocator:
+            with allocator:
+                _cushion.allocate(MIB)
+            _cushion.allocate(MIB)
+        _cushion.allocate(MIB)
+        self.assertEqual(allocator.get_stats().total_allocations, 2)
 
     def test_from_many_threads(self) -> None:
         import gcAllocator

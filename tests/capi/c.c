@@ -125,6 +125,10 @@ static void streams(void) {
         cuda = driver_open();
         CHECK(cuda.stream_create(&one, 1) == 0);
         CHECK(cuda.stream_create(&two, 1) == 0);
+        /* CUDA's number for the default stream of whatever thread asks. */
+        CHECK_STATUS(CUSHION_INVALID_ARGUMENT, cushion_alloc(device, MIB, stream(2), &a));
+        CHECK(a == NULL);
+        CHECK(strstr(cushion_last_error(), "per-thread") != NULL);
     }
     CHECK_STATUS(CUSHION_OK, cushion_alloc(device, MIB, one, &a));
     CHECK_STATUS(CUSHION_OK, cushion_free(device, a));

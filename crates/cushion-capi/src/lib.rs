@@ -39,7 +39,7 @@ macro_rules! functions {
         ///
         /// As the header says: every pointer to a result is null, or points to a place for it; every text is null,
         /// or ends in a zero byte; both stay so, and nobody else writes there, for the time of the call.
-        /// A device, a stream and memory of a device may be anything: they are numbers here.
+        /// A stream is one of CUDA's, on a GPU. A device and memory of a device may be anything: they are looked up.
         #[unsafe(no_mangle)]
         pub unsafe extern "C" fn $name($($argument: $type),*) -> Status {
             status_of(|| $body)
@@ -53,7 +53,10 @@ functions! {
     /// Memory for `bytes` bytes.
     fn cushion_alloc(device: Handle, bytes: usize, stream: *mut c_void, out: Out<*mut c_void>) {
         let out = out.begin("out", std::ptr::null_mut())?;
-        let found = device.with(|device| Ok(device.engine().alloc(bytes as u64, stream_id(stream))?))?;
+        let found = device.with(|device| {
+            device.check_stream(stream_id(stream))?;
+            Ok(device.engine().alloc(bytes as u64, stream_id(stream))?)
+        })?;
         out.give(pointer(found));
         Ok(())
     }
@@ -67,7 +70,10 @@ functions! {
     fn cushion_record_stream(device: Handle, pointer: *mut c_void, stream: *mut c_void) {
         device.with(|device| match address(pointer) {
             0 => Ok(()),
-            address => Ok(device.engine().record_stream(address, stream_id(stream))?),
+            address => {
+                device.check_stream(stream_id(stream))?;
+                Ok(device.engine().record_stream(address, stream_id(stream))?)
+            }
         })
     }
 

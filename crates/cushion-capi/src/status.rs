@@ -104,7 +104,9 @@ fn of_error(error: &Error) -> Status {
         Error::Cuda(error) => of_cuda(error),
         Error::Driver(_) => Status::DriverError,
         Error::Options(_) => Status::InvalidOption,
-        Error::Fraction(_) | Error::TooLong { .. } => Status::InvalidArgument,
+        Error::Fraction(_) | Error::TooLong { .. } | Error::PerThreadStream => {
+            Status::InvalidArgument
+        }
         _ => Status::Internal,
     }
 }

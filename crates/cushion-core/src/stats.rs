@@ -1,7 +1,7 @@
 //! Statistics: every counter is declared once, in the table below.
 //!
 //! The engine writes them under its lock; anybody may read them at any time without taking it, so
-//! reading never stops an allocation. Each figure read is true; figures read one after the other
+//! reading never stops an allocation that a free block serves. Each figure read is true; figures read one after the other
 //! may be an allocation apart.
 
 use std::collections::BTreeMap;
@@ -171,13 +171,24 @@ impl LiveStatArray {
 pub(crate) struct ReservedByPrivate(Mutex<BTreeMap<PoolId, LiveStatArray>>);
 
 impl ReservedByPrivate {
+    /// From this number on, a pool that is gone makes room for a new one.
+    const MOST: usize = 1024;
+
     fn pools(&self) -> MutexGuard<'_, BTreeMap<PoolId, LiveStatArray>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(crate) fn increase(&self, pool: PoolId, small: bool, bytes: u64) {
         if pool != PoolId::DEFAULT {
-            self.pools().entry(pool).or_default().increase(small, bytes);
+            let mut pools = self.pools();
+            if pools.len() >= Self::MOST && !pools.contains_key(&pool) {
+                // PyTorch numbers pools as they come, so that the first is the one that went longest ago.
+                let gone = pools.iter().find(|(_, array)| array.current() == 0);
+                if let Some(gone) = gone.map(|(&pool, _)| pool) {
+                    pools.remove(&gone);
+                }
+            }
+            pools.entry(pool).or_default().increase(small, bytes);
         }
     }
 
@@ -585,6 +596,22 @@ mod tests {
             Stat { current: 200, peak: 200, allocated: 0, freed: 0 }
         );
         assert_eq!(stats.num_ooms, 0);
+    }
+
+    #[test]
+    fn pools_that_are_gone_make_room_for_new_ones() {
+        let reserved = ReservedByPrivate::default();
+        let most = ReservedByPrivate::MOST as u64;
+        for number in 1..=2 * most {
+            reserved.increase(PoolId(0, number), true, 100);
+            if number != 5 {
+                reserved.decrease(PoolId(0, number), true, 100);
+            }
+        }
+        let pools = reserved.read();
+        assert_eq!(pools.len() as u64, most);
+        assert_eq!(pools[&PoolId(0, 5)].all.current, 100, "what holds something stays");
+        assert!(pools.contains_key(&PoolId(0, 2 * most)) && !pools.contains_key(&PoolId(0, 6)));
     }
 
     #[test]

@@ -5,14 +5,13 @@
 //! - `abi.rs`: the entry points PyTorch calls; `plugin.rs`: what they do; `function.rs`: the C++ function
 //!   that comes with one of them.
 //! - `throw.rs`, `refusal.rs`: what a refused allocation raises and says.
-//! - `gil.rs`, `fork.rs`: how all of this lives in a Python process.
+//! - `gil.rs`: how all of this lives in a Python process.
 //! - `recorder.rs`, `stacks.rs`, `snapshot.rs`: history, with Python stacks.
 //! - `profiler.rs`: reports to `torch.profiler`. `symbols.rs`: finding what others have loaded.
 
 #![expect(unreachable_pub, reason = "the entry points are found by their names")]
 
 mod abi;
-mod fork;
 mod function;
 mod gil;
 mod plugin;
@@ -41,7 +40,7 @@ mod _cushion {
 
     use super::recorder::{self, Level};
     use super::throw::Failure;
-    use super::{abi, fork, gil, plugin, profiler, refusal, snapshot, stacks, throw};
+    use super::{abi, gil, plugin, profiler, refusal, snapshot, stacks, throw};
 
     #[pymodule_export]
     #[allow(non_upper_case_globals, reason = "the name that Python packages give it")]
@@ -98,7 +97,6 @@ mod _cushion {
     /// Makes `settings` those of every device. Returns the name of what is raised when memory runs out.
     #[pyfunction]
     fn start(py: Python<'_>, settings: &PySettings) -> &'static str {
-        fork::watch();
         profiler::start();
         py.detach(|| devices().set_options(&settings.settings.options));
         throw::out_of_memory_name()
@@ -154,7 +152,6 @@ mod _cushion {
     #[pyfunction]
     #[pyo3(signature = (bytes, device=0, stream=0))]
     fn allocate(py: Python<'_>, bytes: u64, device: i64, stream: u64) -> PyResult<u64> {
-        fork::watch();
         let context = recorder::context(Level::State);
         py.detach(|| {
             usable(device)?;
@@ -185,7 +182,6 @@ mod _cushion {
     #[pyfunction]
     #[pyo3(signature = (device=0))]
     fn memory_info(py: Python<'_>, device: i64) -> PyResult<(u64, u64)> {
-        fork::watch();
         let info = py.detach(|| Ok::<_, PyErr>(usable(device)?.driver().memory_info()))?;
         let info = info.map_err(|error| PyRuntimeError::new_err(format!("Cushion: {error}")))?;
         Ok((info.free, info.total))

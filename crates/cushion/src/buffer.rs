@@ -83,8 +83,9 @@ impl<T> Buffer<T> {
 
     /// Notes that work on `stream` uses the buffer: once dropped, its memory is not handed out again before the
     /// work queued there by then is done.
-    pub fn record_stream(&self, stream: &(impl AsStream + ?Sized)) {
-        self.record(stream.stream_id());
+    pub fn record_stream(&self, stream: &(impl AsStream + ?Sized)) -> Result<(), Error> {
+        self.record(self.device.using(stream)?);
+        Ok(())
     }
 
     fn record(&self, stream: StreamId) {
@@ -119,7 +120,7 @@ impl<T> Buffer<T> {
 
     /// Sets all bytes to zero, as a piece of work on `stream`.
     pub fn fill_zero(&mut self, stream: &(impl AsStream + ?Sized)) -> Result<(), Error> {
-        self.zero(stream.stream_id())
+        self.zero(self.device.using(stream)?)
     }
 
     pub(crate) fn zero(&mut self, stream: StreamId) -> Result<(), Error> {
@@ -140,13 +141,12 @@ impl<T> Buffer<T> {
     ) -> Result<(), Error> {
         self.expect_len(other.len)?;
         if !self.device.is_same(&other.device) {
-            let (one, other) = (self.device.index(), other.device.index());
-            return Err(Error::Devices { one, other });
+            return Err(Error::OtherDevice);
         }
+        let stream = self.device.using(stream)?;
         if self.size_bytes() == 0 {
             return Ok(());
         }
-        let stream = stream.stream_id();
         self.record(stream);
         other.record(stream);
         let driver = self.device.engine().driver();
@@ -166,7 +166,7 @@ impl<T: NoUninit> Buffer<T> {
         host: &[T],
         stream: &(impl AsStream + ?Sized),
     ) -> Result<(), Error> {
-        self.write(host, stream.stream_id())
+        self.write(host, self.device.using(stream)?)
     }
 
     pub(crate) fn write(&mut self, host: &[T], stream: StreamId) -> Result<(), Error> {
@@ -189,10 +189,10 @@ impl<T: AnyBitPattern + NoUninit> Buffer<T> {
         stream: &(impl AsStream + ?Sized),
     ) -> Result<(), Error> {
         self.expect_len(host.len())?;
+        let stream = self.device.using(stream)?;
         if self.size_bytes() == 0 {
             return Ok(());
         }
-        let stream = stream.stream_id();
         self.record(stream);
         let driver = self.device.engine().driver();
         // SAFETY: the buffer has this memory for itself, of the same length, and the stream is noted.

@@ -3,6 +3,7 @@
 //! cudarc frees what a `CudaSlice` of its own points to. So it never sees one of ours that it could keep: a buffer is
 //! lent as views, which own nothing, and the slice behind them is taken apart again instead of being dropped.
 
+use std::any::Any;
 use std::fmt;
 use std::marker::PhantomData;
 use std::mem::ManuallyDrop;
@@ -12,26 +13,34 @@ use ::cudarc::driver::{CudaSlice, CudaStream, CudaView, CudaViewMut};
 use cushion_core::StreamId;
 
 use crate::buffer::Buffer;
+use crate::device::Device;
 use crate::error::Error;
 use crate::stream::AsStream;
 
-// SAFETY: cudarc made the stream, or its maker promised cudarc that it is one, and destroys it when it is dropped.
-unsafe impl AsStream for CudaStream {
+// SAFETY: cudarc made the stream, or its maker promised cudarc that it is one; it is destroyed when the last `Arc` of it
+// goes, and the device keeps one.
+unsafe impl AsStream for Arc<CudaStream> {
     fn stream_id(&self) -> StreamId {
         StreamId(self.cu_stream().expose_provenance() as u64)
     }
-}
 
-// SAFETY: that of the stream behind it.
-unsafe impl AsStream for Arc<CudaStream> {
-    fn stream_id(&self) -> StreamId {
-        (**self).stream_id()
+    fn is_of(&self, device: &Device) -> bool {
+        !device.is_simulated() && device.index() as usize == self.context().ordinal()
+    }
+
+    fn owner(&self) -> Option<Arc<dyn Any + Send + Sync>> {
+        Some(Arc::clone(self) as Arc<dyn Any + Send + Sync>)
     }
 }
 
 impl<T> Buffer<T> {
     /// Lends the buffer to work of cudarc's that reads it, such as a kernel on `stream`. The stream is noted as by
-    /// [`record_stream`](Self::record_stream); if the kernel is launched on another one, note that too.
+    /// [`record_stream`](Self::record_stream); if the kernel is launched on another one, note that too. What is lent
+    /// has to be dropped, not forgotten: that is when `stream` is made to wait for the work of other streams.
+    ///
+    /// # Panics
+    ///
+    /// If cudarc tracks the work on its slices and cannot make an event for it.
     ///
     /// ```no_run
     /// # use cudarc::driver::{CudaContext, LaunchConfig, PushKernelArg};
@@ -61,12 +70,7 @@ impl<T> Buffer<T> {
     }
 
     fn lend(&self, stream: &Arc<CudaStream>) -> Result<Lent<'_, T>, Error> {
-        let (one, other) = (self.device().index(), stream.context().ordinal());
-        if self.device().is_simulated() || one as usize != other {
-            let other = u32::try_from(other).unwrap_or(u32::MAX);
-            return Err(Error::Devices { one, other });
-        }
-        self.record_stream(stream);
+        self.record_stream(stream)?;
         // SAFETY: the address is a live allocation with room for `len` elements, for as long as the buffer is
         // borrowed. That it may hold no valid `T` matters to nobody: views are not read by the host, and copies out
         // are cudarc's, for types that it takes any bits for.

@@ -6,7 +6,6 @@ use std::sync::Arc;
 use bytemuck::{AnyBitPattern, NoUninit, Zeroable};
 use cushion_core::driver::MemoryInfo;
 use cushion_core::{Driver, Engine, EngineConfig, Ladder, Options, Policy, Stats};
-use cushion_cuda::CudaDriver;
 
 use crate::buffer::Buffer;
 use crate::clock::SystemClock;
@@ -45,8 +44,7 @@ enum EngineOf {
 }
 
 impl Device {
-    /// A GPU, as CUDA numbers those that this process can see. All callers in a process, PyTorch among them if
-    /// Cushion is its allocator, share one cache. The first call makes the device's primary context; the options
+    /// A GPU, as CUDA numbers those that this process can see. All who ask this crate for it share one cache. The first call makes the device's primary context; the options
     /// are those of the `CUSHION_*` variables; `CUSHION_SIMULATE=16GiB` makes it a simulated device.
     pub fn cuda(index: u32) -> Result<Self, Error> {
         let engine = devices().get_or_make(i64::from(index))?;
@@ -74,8 +72,9 @@ impl Device {
         len: usize,
         stream: &(impl AsStream + ?Sized),
     ) -> Result<Buffer<T>, Error> {
-        let mut buffer = Buffer::alloc(self, len, stream.stream_id())?;
-        buffer.zero(stream.stream_id())?;
+        let stream = self.using(stream)?;
+        let mut buffer = Buffer::alloc(self, len, stream)?;
+        buffer.zero(stream)?;
         Ok(buffer)
     }
 
@@ -85,8 +84,9 @@ impl Device {
         host: &[T],
         stream: &(impl AsStream + ?Sized),
     ) -> Result<Buffer<T>, Error> {
-        let mut buffer = Buffer::alloc(self, host.len(), stream.stream_id())?;
-        buffer.write(host, stream.stream_id())?;
+        let stream = self.using(stream)?;
+        let mut buffer = Buffer::alloc(self, host.len(), stream)?;
+        buffer.write(host, stream)?;
         Ok(buffer)
     }
 
@@ -96,7 +96,7 @@ impl Device {
         len: usize,
         stream: &(impl AsStream + ?Sized),
     ) -> Result<Buffer<T>, Error> {
-        Buffer::alloc(self, len, stream.stream_id())
+        Buffer::alloc(self, len, self.using(stream)?)
     }
 
     /// Gives a buffer back, as dropping it does.
@@ -215,7 +215,8 @@ impl Device {
         self.engine().driver().is_simulated()
     }
 
-    /// The engine: raw addresses, private pools, snapshots, history.
+    /// The engine: raw addresses, private pools, snapshots, history. Whoever passes it a [`StreamId`] answers for that
+    /// being the handle of a stream: CUDA does not check.
     #[must_use]
     pub fn engine(&self) -> &DeviceEngine {
         match &self.engine {
@@ -293,8 +294,7 @@ impl DeviceBuilder {
 
     /// A GPU. Its cache is not shared with [`Device::cuda`]'s.
     pub fn cuda(self, index: u32) -> Result<Device, Error> {
-        let driver = CudaDriver::new(index)?;
-        Ok(self.over(DeviceDriver::Cuda(driver)))
+        Ok(self.over(DeviceDriver::cuda(index)?))
     }
 
     /// A simulated device of `capacity` bytes.

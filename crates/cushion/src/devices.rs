@@ -11,10 +11,11 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use cushion_core::options::{Asked, NotOurs, OptionsError, Settings, SettingsError};
 use cushion_core::{Action, Clock, Engine, EngineConfig, Ladder, Options};
-use cushion_cuda::{CudaDriver, CudaError};
+use cushion_cuda::CudaError;
 
 use crate::clock::SystemClock;
 use crate::driver::DeviceDriver;
+use crate::fork;
 
 /// The engine of a device, a GPU or a simulated one.
 pub type DeviceEngine = Engine<DeviceDriver>;
@@ -68,6 +69,9 @@ pub enum DeviceError {
     /// The driver would not have it.
     #[error(transparent)]
     Cuda(#[from] CudaError),
+    /// An option is no good.
+    #[error(transparent)]
+    Options(#[from] OptionsError),
     /// A variable of the environment is no good.
     #[error(transparent)]
     Settings(#[from] SettingsError),
@@ -126,11 +130,13 @@ impl Devices {
         if let Some(engine) = place.get() {
             return Ok(engine);
         }
+        fork::watch();
+        let options = plan.begin()?.clone();
+        plan.simulated = plan.simulated.or(Settings::simulate_of(variable)?);
         self.used.store(true, Ordering::Relaxed);
-        let options = begin(&mut plan)?;
         let driver = match plan.simulated {
             Some(capacity) => DeviceDriver::simulated(index, capacity),
-            None => DeviceDriver::Cuda(CudaDriver::new(index)?),
+            None => DeviceDriver::cuda(index)?,
         };
         let clock = plan.clock.get_or_insert_with(|| Arc::new(SystemClock::new()));
         let clock = Arc::clone(clock);
@@ -147,7 +153,7 @@ impl Devices {
     /// there is no GPU. Their addresses can be handed around, and not followed. An error if a device is in use.
     pub fn simulate(&self, capacity: u64) -> Result<(), DeviceError> {
         let mut plan = self.plan().ok_or(DeviceError::Forked)?;
-        if self.used.load(Ordering::Relaxed) && plan.simulated != Some(capacity) {
+        if self.made().next().is_some() && plan.simulated != Some(capacity) {
             return Err(DeviceError::InUse);
         }
         plan.simulated = Some(capacity);
@@ -170,6 +176,7 @@ impl Devices {
     /// Sets the options of every engine.
     pub fn set_options(&self, options: &Options) {
         let Some(mut plan) = self.plan() else { return };
+        fork::watch();
         plan.options = Some(options.clone());
         for (_, engine) in self.made() {
             engine.set_options(options.clone());
@@ -178,9 +185,11 @@ impl Devices {
 
     /// Applies a conf string to every engine; on an error nothing changes. Returns the pairs that are
     /// not ours.
-    pub fn configure(&self, conf: &str) -> Result<Vec<NotOurs>, OptionsError> {
+    pub fn configure(&self, conf: &str) -> Result<Vec<NotOurs>, DeviceError> {
         let Some(mut plan) = self.plan() else { return Ok(Vec::new()) };
-        let not_ours = plan.options.get_or_insert(Options::DEFAULT).apply(conf)?;
+        let mut options = plan.begin()?.clone();
+        let not_ours = options.apply(conf)?;
+        plan.options = Some(options);
         for (_, engine) in self.made() {
             engine.configure(conf)?;
         }
@@ -227,16 +236,19 @@ impl Devices {
     }
 }
 
-/// The options to begin with. Where nobody has set any, the environment is asked.
-#[expect(clippy::disallowed_methods, reason = "this is where Rust programs get theirs from")]
-fn begin(plan: &mut Plan) -> Result<Options, SettingsError> {
-    if let Some(options) = &plan.options {
-        return Ok(options.clone());
+impl Plan {
+    /// The options of engines made from now on. Where nobody has set any, they are those of the environment.
+    fn begin(&mut self) -> Result<&Options, SettingsError> {
+        if self.options.is_none() {
+            self.options = Some(Settings::gather(&Asked::default(), variable)?.options);
+        }
+        Ok(self.options.get_or_insert(Options::DEFAULT))
     }
-    let settings = Settings::gather(&Asked::default(), |name| std::env::var(name).ok())?;
-    plan.simulated = plan.simulated.or(settings.simulate);
-    plan.options = Some(settings.options.clone());
-    Ok(settings.options)
+}
+
+#[expect(clippy::disallowed_methods, reason = "this is where Rust programs get their options from")]
+fn variable(name: &str) -> Option<String> {
+    std::env::var(name).ok()
 }
 
 #[cfg(test)]

@@ -1,6 +1,9 @@
 //! One type for every device: a GPU, or one that is simulated in memory.
 
+use std::any::Any;
+use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use cushion_core::driver::{
     Capture, DriverResult, EventId, MemoryInfo, NodeId, PageHandle, Properties, SimMemory,
@@ -8,89 +11,125 @@ use cushion_core::driver::{
 use cushion_core::{Driver, SimConfig, SimDriver, StreamId};
 use cushion_cuda::{CudaDriver, CudaError};
 
-/// A device behind the engine's [`Driver`]. Which one it is matters where memory is got from the device; the
-/// engine serves most allocations without asking.
+/// A device behind the engine's [`Driver`]: a GPU, or one in memory. Which one it is matters where memory is got from
+/// the device; the engine serves most allocations without asking.
 #[derive(Debug)]
-#[non_exhaustive]
-pub enum DeviceDriver {
-    /// A GPU.
+pub struct DeviceDriver {
+    kind: Kind,
+    /// Streams made here that nobody uses now. The engine knows streams by their handles, and may ask CUDA about one
+    /// long after its last use: so none is destroyed before the device goes.
+    idle: Mutex<Vec<StreamId>>,
+    /// Streams of other makers that were used here, kept for the same reason.
+    kept: Mutex<BTreeMap<StreamId, Arc<dyn Any + Send + Sync>>>,
+}
+
+#[derive(Debug)]
+enum Kind {
     Cuda(CudaDriver),
-    /// A device in memory.
-    Simulated(Box<SimulatedDevice>),
+    Simulated(Box<Simulated>),
 }
 
 /// A device in memory. Nobody can follow its addresses, but what a buffer holds can be written and read.
 #[derive(Debug)]
-pub struct SimulatedDevice {
+struct Simulated {
     driver: SimDriver,
     memory: SimMemory,
     streams: AtomicU64,
 }
 
-impl SimulatedDevice {
-    /// The simulator itself, to queue and finish work and to make calls fail.
-    #[must_use]
-    pub fn simulator(&self) -> &SimDriver {
-        &self.driver
-    }
+/// Streams of simulated devices are multiples of this: CUDA has a meaning for some small numbers.
+const STREAM_STEP: u64 = 16;
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl DeviceDriver {
+    /// The GPU with this index.
+    pub fn cuda(index: u32) -> Result<Self, CudaError> {
+        Ok(Self::of(Kind::Cuda(CudaDriver::new(index)?)))
+    }
+
     /// A simulated device of `capacity` bytes.
     #[must_use]
     pub fn simulated(device: u32, capacity: u64) -> Self {
         let config = SimConfig { device, ..SimConfig::with_capacity(capacity) };
-        Self::Simulated(Box::new(SimulatedDevice {
+        Self::of(Kind::Simulated(Box::new(Simulated {
             driver: SimDriver::new(config),
             memory: SimMemory::default(),
             streams: AtomicU64::new(0),
-        }))
+        })))
+    }
+
+    fn of(kind: Kind) -> Self {
+        Self { kind, idle: Mutex::default(), kept: Mutex::default() }
     }
 
     /// Whether there is no GPU behind it.
     #[must_use]
     pub fn is_simulated(&self) -> bool {
-        matches!(self, Self::Simulated(_))
+        self.simulator().is_some()
     }
 
-    pub(crate) fn stream_create(&self) -> Result<StreamId, CudaError> {
-        match self {
-            Self::Cuda(driver) => driver.stream_create(),
-            Self::Simulated(device) => {
-                Ok(StreamId(device.streams.fetch_add(1, Ordering::Relaxed) + 1))
+    /// The simulator, if it is one: to queue and finish work, and to make calls fail.
+    #[must_use]
+    pub fn simulator(&self) -> Option<&SimDriver> {
+        match &self.kind {
+            Kind::Cuda(_) => None,
+            Kind::Simulated(device) => Some(&device.driver),
+        }
+    }
+
+    // ---- streams ----
+
+    /// A stream for somebody's use, until [`stream_done`](Self::stream_done).
+    pub(crate) fn stream(&self) -> Result<StreamId, CudaError> {
+        if let Some(stream) = lock(&self.idle).pop() {
+            return Ok(stream);
+        }
+        match &self.kind {
+            Kind::Cuda(driver) => driver.stream_create(),
+            Kind::Simulated(device) => {
+                let number = device.streams.fetch_add(1, Ordering::Relaxed) + 1;
+                Ok(StreamId(number * STREAM_STEP))
             }
         }
     }
 
+    /// Nobody uses a stream of [`stream`](Self::stream) any more. Its work goes on.
+    pub(crate) fn stream_done(&self, stream: StreamId) {
+        lock(&self.idle).push(stream);
+    }
+
+    /// Keeps what owns a stream for as long as the device.
+    pub(crate) fn keep(
+        &self,
+        stream: StreamId,
+        owner: impl FnOnce() -> Arc<dyn Any + Send + Sync>,
+    ) {
+        lock(&self.kept).entry(stream).or_insert_with(owner);
+    }
+
     pub(crate) fn stream_wait(&self, stream: StreamId) -> Result<(), CudaError> {
-        match self {
-            Self::Cuda(driver) => driver.stream_wait(stream),
-            Self::Simulated(device) => {
+        match &self.kind {
+            Kind::Cuda(driver) => driver.stream_wait(stream),
+            Kind::Simulated(device) => {
                 device.driver.finish(stream);
                 Ok(())
             }
         }
     }
 
+    // ---- what is in memory ----
+
     /// The memory is about to be nobody's.
     pub(crate) fn forget(&self, address: u64, bytes: usize) {
-        if let Self::Simulated(device) = self {
+        if let Kind::Simulated(device) = &self.kind {
             device.memory.forget(address, bytes);
         }
     }
 
     // Each of these passes on what it asks of its caller.
-
-    /// # Safety
-    ///
-    /// As [`CudaDriver::stream_destroy`] asks.
-    pub(crate) unsafe fn stream_destroy(&self, stream: StreamId) -> Result<(), CudaError> {
-        match self {
-            // SAFETY: as the caller promises.
-            Self::Cuda(driver) => unsafe { driver.stream_destroy(stream) },
-            Self::Simulated(_) => Ok(()),
-        }
-    }
 
     /// # Safety
     ///
@@ -101,10 +140,10 @@ impl DeviceDriver {
         bytes: &[u8],
         stream: StreamId,
     ) -> Result<(), CudaError> {
-        match self {
+        match &self.kind {
             // SAFETY: as the caller promises.
-            Self::Cuda(driver) => unsafe { driver.write(to, bytes, stream) },
-            Self::Simulated(device) => {
+            Kind::Cuda(driver) => unsafe { driver.write(to, bytes, stream) },
+            Kind::Simulated(device) => {
                 device.memory.write(to, bytes);
                 Ok(())
             }
@@ -120,10 +159,10 @@ impl DeviceDriver {
         bytes: &mut [u8],
         stream: StreamId,
     ) -> Result<(), CudaError> {
-        match self {
+        match &self.kind {
             // SAFETY: as the caller promises.
-            Self::Cuda(driver) => unsafe { driver.read(from, bytes, stream) },
-            Self::Simulated(device) => {
+            Kind::Cuda(driver) => unsafe { driver.read(from, bytes, stream) },
+            Kind::Simulated(device) => {
                 device.memory.read(from, bytes);
                 Ok(())
             }
@@ -140,10 +179,10 @@ impl DeviceDriver {
         bytes: usize,
         stream: StreamId,
     ) -> Result<(), CudaError> {
-        match self {
+        match &self.kind {
             // SAFETY: as the caller promises.
-            Self::Cuda(driver) => unsafe { driver.copy(from, to, bytes, stream) },
-            Self::Simulated(device) => {
+            Kind::Cuda(driver) => unsafe { driver.copy(from, to, bytes, stream) },
+            Kind::Simulated(device) => {
                 let mut found = vec![0; bytes];
                 device.memory.read(from, &mut found);
                 device.memory.write(to, &found);
@@ -162,10 +201,10 @@ impl DeviceDriver {
         value: u8,
         stream: StreamId,
     ) -> Result<(), CudaError> {
-        match self {
+        match &self.kind {
             // SAFETY: as the caller promises.
-            Self::Cuda(driver) => unsafe { driver.fill(to, bytes, value, stream) },
-            Self::Simulated(device) => {
+            Kind::Cuda(driver) => unsafe { driver.fill(to, bytes, value, stream) },
+            Kind::Simulated(device) => {
                 device.memory.fill(to, bytes, value);
                 Ok(())
             }
@@ -178,9 +217,9 @@ macro_rules! forward_driver {
     ($($name:ident($($argument:ident: $type:ty),*) -> $result:ty;)*) => {
         impl Driver for DeviceDriver {
             $(fn $name(&self, $($argument: $type),*) -> $result {
-                match self {
-                    Self::Cuda(driver) => driver.$name($($argument),*),
-                    Self::Simulated(device) => device.driver.$name($($argument),*),
+                match &self.kind {
+                    Kind::Cuda(driver) => driver.$name($($argument),*),
+                    Kind::Simulated(device) => device.driver.$name($($argument),*),
                 }
             })*
         }
@@ -207,4 +246,16 @@ forward_driver! {
     stream_synchronize(stream: StreamId) -> DriverResult<()>;
     capture(stream: StreamId) -> DriverResult<Option<Capture>>;
     dependencies(node: NodeId) -> DriverResult<Vec<NodeId>>;
+}
+
+impl Drop for DeviceDriver {
+    fn drop(&mut self) {
+        let idle = std::mem::take(&mut *lock(&self.idle));
+        if let Kind::Cuda(driver) = &self.kind {
+            for stream in idle {
+                // SAFETY: made by `stream_create`; nobody has it, and with the device goes all that may ask about it.
+                let _ = unsafe { driver.stream_destroy(stream) };
+            }
+        }
+    }
 }

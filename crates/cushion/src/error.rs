@@ -44,14 +44,18 @@ pub enum Error {
         /// The other side's.
         other: usize,
     },
-    /// Two sides of a copy, or a buffer and a stream, are of different devices.
-    #[error("device {one} cannot do this with what is of device {other}")]
-    Devices {
-        /// The buffer's.
-        one: u32,
-        /// The other's.
-        other: u32,
-    },
+    /// A stream, or the other side of a copy, is of another device.
+    #[error(
+        "a stream or a buffer of another device: what is done with memory needs those of the device, and of the \
+         cache, that it is from"
+    )]
+    OtherDevice,
+    /// CUDA's per-thread default stream.
+    #[error(
+        "the per-thread default stream is another stream on every thread, so that memory cannot be handed out in its \
+         order: make a stream, or use the default stream"
+    )]
+    PerThreadStream,
 }
 
 impl Error {

@@ -47,7 +47,7 @@
 //! let (main, side) = (gpu.new_stream()?, gpu.new_stream()?);
 //! let buffer = gpu.alloc_zeros::<u64>(1000, &main)?;
 //! // ... a kernel on `side` that reads `buffer` ...
-//! buffer.record_stream(&side);
+//! buffer.record_stream(&side)?;
 //! drop(buffer); // handed out again once `side` is done with it
 //! # Ok::<(), cushion::Error>(())
 //! ```
@@ -69,6 +69,7 @@ mod device;
 mod devices;
 mod driver;
 mod error;
+mod fork;
 mod stream;
 
 pub use buffer::Buffer;
@@ -78,7 +79,7 @@ pub use cushion_core::{Options, Policy, Stats, StreamId};
 pub use cushion_cuda::{CudaDriver, CudaError, name as error_name};
 pub use device::{CacheStats, Device, DeviceBuilder};
 pub use devices::{DeviceEngine, DeviceError, Devices, HistoryPlan, MAX_DEVICES, devices};
-pub use driver::{DeviceDriver, SimulatedDevice};
+pub use driver::DeviceDriver;
 pub use error::Error;
 pub use stream::{AsStream, Stream};
 

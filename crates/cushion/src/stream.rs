@@ -1,5 +1,8 @@
 //! Streams: the order in which a device does its work.
 
+use std::any::Any;
+use std::sync::Arc;
+
 use cushion_core::StreamId;
 
 use crate::device::Device;
@@ -8,20 +11,54 @@ use crate::error::Error;
 /// Whatever stands for a CUDA stream: [`Stream`], with the feature `cudarc` that crate's streams, and those of
 /// other bindings.
 ///
-/// Memory that was freed on a stream is handed out again on that stream, by its handle. So that CUDA does not
-/// give the handle of a destroyed stream to a new one while work of the old one still runs, wait for the work of
-/// a stream before it is destroyed; [`Stream`] does.
-///
 /// # Safety
 ///
-/// The handle is that of a stream of CUDA's, or zero for the default stream, and stays so for as long as the
-/// value lives.
+/// The handle is that of a stream of CUDA's, or zero for the default stream, of a device for which
+/// [`is_of`](Self::is_of) is true. It stays so for as long as a device lives on which it was used, or what
+/// [`owner`](Self::owner) gives: Cushion knows memory by the handles of its streams, and may ask CUDA about one long
+/// after its last use.
 pub unsafe trait AsStream {
     /// The raw handle.
     fn stream_id(&self) -> StreamId;
+
+    /// Whether it may be used on this device.
+    fn is_of(&self, device: &Device) -> bool;
+
+    /// What keeps the stream from being destroyed; a device keeps it from its first use there on. `None` if nothing
+    /// ever destroys it.
+    fn owner(&self) -> Option<Arc<dyn Any + Send + Sync>>;
 }
 
-/// A stream of one device. Dropping it waits for its work and destroys it, unless it is the default stream.
+/// The handle that CUDA takes for the default stream of whatever thread asks.
+const PER_THREAD: StreamId = StreamId(2);
+
+impl Device {
+    /// The handle of a stream that is to be used here.
+    pub(crate) fn using(&self, stream: &(impl AsStream + ?Sized)) -> Result<StreamId, Error> {
+        if !stream.is_of(self) {
+            return Err(Error::OtherDevice);
+        }
+        let id = stream.stream_id();
+        self.check_stream(id)?;
+        let driver = self.engine().driver();
+        if let Some(owner) = stream.owner() {
+            driver.keep(id, || owner);
+        }
+        Ok(id)
+    }
+
+    /// Refuses what stands for several streams at once: memory could not be handed out in their order.
+    pub fn check_stream(&self, stream: StreamId) -> Result<(), Error> {
+        if stream == PER_THREAD && !self.is_simulated() {
+            Err(Error::PerThreadStream)
+        } else {
+            Ok(())
+        }
+    }
+}
+
+/// A stream of one device. When it is dropped its work goes on, and the stream is kept for the next
+/// [`new_stream`](Device::new_stream).
 #[derive(Debug)]
 pub struct Stream {
     device: Device,
@@ -31,7 +68,7 @@ pub struct Stream {
 
 impl Stream {
     pub(crate) fn new(device: &Device) -> Result<Self, Error> {
-        let id = device.engine().driver().stream_create()?;
+        let id = device.engine().driver().stream()?;
         Ok(Self { device: device.clone(), id, owned: true })
     }
 
@@ -39,11 +76,12 @@ impl Stream {
         Self { device: device.clone(), id: StreamId(0), owned: false }
     }
 
-    /// A stream that somebody else made and will destroy.
+    /// A stream that somebody else made.
     ///
     /// # Safety
     ///
-    /// `id` is the handle of a stream of this device, or zero, and stays so for as long as the value lives.
+    /// `id` is the handle of a stream of this device, or zero, and is not destroyed before the device and all that
+    /// is of it.
     #[must_use]
     pub unsafe fn from_raw(device: &Device, id: StreamId) -> Self {
         Self { device: device.clone(), id, owned: false }
@@ -59,31 +97,29 @@ impl Stream {
     pub fn synchronize(&self) -> Result<(), Error> {
         Ok(self.device.engine().driver().stream_wait(self.id)?)
     }
-
-    /// Gives the handle away: the stream is not destroyed any more.
-    #[must_use]
-    pub fn into_raw(mut self) -> StreamId {
-        self.owned = false;
-        self.id
-    }
 }
 
-// SAFETY: the handle is of the driver's making and destroyed when the stream is dropped, or the maker has
+// SAFETY: the handle is of the driver's making, which destroys no stream before the device goes, or its maker has
 // promised the same.
 unsafe impl AsStream for Stream {
     fn stream_id(&self) -> StreamId {
         self.id
+    }
+
+    fn is_of(&self, device: &Device) -> bool {
+        self.device.is_same(device)
+    }
+
+    fn owner(&self) -> Option<Arc<dyn Any + Send + Sync>> {
+        // The device that it is of has it.
+        None
     }
 }
 
 impl Drop for Stream {
     fn drop(&mut self) {
         if self.owned {
-            let driver = self.device.engine().driver();
-            // Where CUDA is broken or shut down there is nothing left to wait for.
-            let _ = driver.stream_wait(self.id);
-            // SAFETY: made by `stream_create`, and this was its only owner.
-            let _ = unsafe { driver.stream_destroy(self.id) };
+            self.device.engine().driver().stream_done(self.id);
         }
     }
 }

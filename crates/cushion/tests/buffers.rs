@@ -5,7 +5,7 @@ mod tests {
     use std::thread;
 
     use cushion::core::AllocError;
-    use cushion::{AsStream, Buffer, CacheStats, Device, DeviceDriver, Error, Policy};
+    use cushion::{AsStream, Buffer, CacheStats, Device, Error, Policy};
 
     const MIB: u64 = 1 << 20;
     const GIB: u64 = 1 << 30;
@@ -56,10 +56,42 @@ mod tests {
         ] {
             assert!(matches!(failed, Err(Error::Lengths { one: 3, .. })), "{failed:?}");
         }
-        let elsewhere = Device::simulated(GIB).alloc_zeros::<u32>(3, &stream).unwrap();
-        assert!(matches!(three.copy_from(&elsewhere, &stream), Err(Error::Devices { .. })));
         let most = gpu.alloc_zeros::<u64>(usize::MAX / 4, &stream);
         assert!(matches!(most, Err(Error::TooLong { .. })), "{most:?}");
+    }
+
+    #[test]
+    fn what_is_of_another_device_is_refused() {
+        let (gpu, other) = (gpu(), gpu());
+        let (here, there) = (gpu.new_stream().unwrap(), other.new_stream().unwrap());
+        let mut buffer = gpu.alloc_zeros::<u32>(3, &here).unwrap();
+        let elsewhere = other.alloc_zeros::<u32>(3, &there).unwrap();
+        for failed in [
+            buffer.copy_from(&elsewhere, &here),
+            buffer.fill_zero(&there),
+            buffer.copy_from_host(&[1, 2, 3], &there),
+            buffer.copy_to_host(&mut [0; 3], &there),
+            buffer.record_stream(&there),
+            gpu.alloc_zeros::<u32>(3, &there).map(drop),
+            gpu.alloc_uninit::<u32>(0, &there).map(drop),
+            gpu.alloc_copy(&[1], &there).map(drop),
+        ] {
+            assert!(matches!(failed, Err(Error::OtherDevice)), "{failed:?}");
+        }
+        assert_eq!(buffer.to_vec(&here).unwrap(), [0; 3]);
+        assert_eq!(gpu.memory_allocated(), 512);
+    }
+
+    #[test]
+    fn a_stream_that_is_dropped_serves_again() {
+        let gpu = gpu();
+        let stream = gpu.new_stream().unwrap();
+        let (id, buffer) = (stream.stream_id(), gpu.alloc_zeros::<u8>(9, &stream).unwrap());
+        drop(stream);
+        drop(buffer);
+        let again = gpu.new_stream().unwrap();
+        assert_eq!(again.stream_id(), id);
+        assert_ne!(gpu.new_stream().unwrap().stream_id(), id);
     }
 
     #[test]
@@ -72,7 +104,7 @@ mod tests {
         assert_eq!(empty.to_vec(&stream).unwrap(), [0_f32; 0]);
         empty.copy_from_host(&[], &stream).unwrap();
         empty.fill_zero(&stream).unwrap();
-        empty.record_stream(&gpu.new_stream().unwrap());
+        empty.record_stream(&gpu.new_stream().unwrap()).unwrap();
         let units = gpu.alloc_copy(&[(); 9], &stream).unwrap();
         assert_eq!(units.to_vec(&stream).unwrap().len(), 9);
         gpu.free(empty);
@@ -125,17 +157,17 @@ mod tests {
     #[test]
     fn memory_another_stream_uses_is_not_handed_out() {
         let gpu = gpu();
-        let DeviceDriver::Simulated(device) = gpu.engine().driver() else { unreachable!() };
+        let simulator = gpu.engine().driver().simulator().unwrap();
         let (main, side) = (gpu.new_stream().unwrap(), gpu.new_stream().unwrap());
         assert_ne!(main.stream_id(), side.stream_id());
         let buffer = gpu.alloc_zeros::<u8>(100 << 20, &main).unwrap();
         let address = buffer.address();
-        let work = device.simulator().launch(side.stream_id());
-        buffer.record_stream(&side);
+        let work = simulator.launch(side.stream_id());
+        buffer.record_stream(&side).unwrap();
         drop(buffer);
         let next = gpu.alloc_zeros::<u8>(100 << 20, &main).unwrap();
         assert_ne!(next.address(), address);
-        device.simulator().finish_until(side.stream_id(), work);
+        simulator.finish_until(side.stream_id(), work);
         let next = gpu.alloc_zeros::<u8>(100 << 20, &main).unwrap();
         assert_eq!(next.address(), address);
     }
@@ -143,12 +175,12 @@ mod tests {
     #[test]
     fn copies_on_another_stream_are_noted_by_themselves() {
         let gpu = gpu();
-        let DeviceDriver::Simulated(device) = gpu.engine().driver() else { unreachable!() };
+        let simulator = gpu.engine().driver().simulator().unwrap();
         let (main, side) = (gpu.new_stream().unwrap(), gpu.new_stream().unwrap());
         let mut buffer = gpu.alloc_zeros::<u8>(100 << 20, &main).unwrap();
         let address = buffer.address();
         buffer.fill_zero(&side).unwrap();
-        device.simulator().launch(side.stream_id());
+        simulator.launch(side.stream_id());
         drop(buffer);
         assert_ne!(gpu.alloc_zeros::<u8>(100 << 20, &main).unwrap().address(), address);
         side.synchronize().unwrap();

@@ -8,7 +8,7 @@ mod support;
 
 #[cfg(test)]
 mod tests {
-    use cushion::{CudaError, Device, DeviceError, Error, Policy};
+    use cushion::{CudaError, Device, DeviceError, Error, Policy, Stream, StreamId};
 
     use super::support::{Lib, with_library, with_standin};
 
@@ -31,8 +31,6 @@ mod tests {
             stream.synchronize().unwrap();
             drop((a, b));
             assert_eq!(gpu.memory_allocated(), 0);
-            drop(stream);
-            assert_eq!(calls(lib, c"cuStreamDestroy_v2"), 1);
             gpu.empty_cache().unwrap();
             assert_eq!(lib.standin_held(0), 0);
         });
@@ -65,8 +63,37 @@ mod tests {
             let buffer = own.alloc_zeros::<u8>(5000, &stream).unwrap();
             drop((own, stream));
             assert!(lib.standin_held(0) > 0, "the buffer keeps its device");
+            assert_eq!(calls(lib, c"cuStreamDestroy_v2"), 0);
             drop(buffer);
             assert_eq!(lib.standin_held(0), 0);
+            assert_eq!(calls(lib, c"cuStreamDestroy_v2"), 1);
+        });
+    }
+
+    #[test]
+    fn no_stream_is_destroyed_while_its_device_may_ask_about_it() {
+        with_standin(&[], |lib| {
+            let gpu = Device::cuda(0).unwrap();
+            let (main, side) = (gpu.new_stream().unwrap(), gpu.new_stream().unwrap());
+            let buffer = gpu.alloc_zeros::<u8>(5000, &main).unwrap();
+            buffer.to_vec(&side).unwrap();
+            drop((main, side));
+            drop(buffer);
+            assert_eq!(calls(lib, c"cuEventRecord"), 1, "of the side stream");
+            assert_eq!(calls(lib, c"cuStreamDestroy_v2"), 0);
+            gpu.new_stream().unwrap();
+            assert_eq!(calls(lib, c"cuStreamCreate"), 2, "those there are serve again");
+        });
+    }
+
+    #[test]
+    fn the_default_stream_of_each_thread_is_refused() {
+        with_standin(&[], |_| {
+            let gpu = Device::cuda(0).unwrap();
+            // SAFETY: CUDA takes this number for the default stream of a thread, which nothing destroys.
+            let per_thread = unsafe { Stream::from_raw(&gpu, StreamId(2)) };
+            let refused = gpu.alloc_zeros::<u8>(10, &per_thread).unwrap_err();
+            assert!(matches!(refused, Error::PerThreadStream), "{refused}");
         });
     }
 

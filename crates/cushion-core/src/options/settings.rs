@@ -147,17 +147,19 @@ impl Settings {
             (None, Some(value)) => flag(LOG.variable, &value)?,
             (None, None) => false,
         };
-        let simulate = variable(SIMULATE.variable).filter(|size| !size.trim().is_empty());
-        let simulate = simulate.map(|size| {
-            let refused = |_| refused_value(SIMULATE.variable, &size, SIMULATE.accepts);
-            parse_bytes(&size).map_err(refused)
-        });
-        Ok(Self {
-            options: gathered.options,
-            log,
-            simulate: simulate.transpose()?,
-            not_ours: gathered.not_ours,
-        })
+        let simulate = Self::simulate_of(variable)?;
+        Ok(Self { options: gathered.options, log, simulate, not_ours: gathered.not_ours })
+    }
+}
+
+impl Settings {
+    /// Whether devices are simulated, and of what size, alone.
+    pub fn simulate_of(
+        variable: impl Fn(&str) -> Option<String>,
+    ) -> Result<Option<u64>, SettingsError> {
+        let size = variable(SIMULATE.variable).filter(|size| !size.trim().is_empty());
+        let refused = |size: &str| refused_value(SIMULATE.variable, size, SIMULATE.accepts);
+        size.map(|size| parse_bytes(&size).map_err(|_| refused(&size))).transpose()
     }
 }
 
