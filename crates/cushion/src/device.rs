@@ -215,7 +215,7 @@ impl Device {
         self.engine().driver().is_simulated()
     }
 
-    /// The engine: raw addresses, private pools, snapshots, history. Whoever passes it a [`StreamId`] answers for that
+    /// The engine: raw addresses, private pools, snapshots, history. Whoever passes it a [`StreamId`](crate::StreamId) answers for that
     /// being the handle of a stream: CUDA does not check.
     #[must_use]
     pub fn engine(&self) -> &DeviceEngine {
