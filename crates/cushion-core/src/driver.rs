@@ -234,6 +234,36 @@ pub trait Driver: fmt::Debug + Send + Sync {
     fn dependencies(&self, node: NodeId) -> DriverResult<Vec<NodeId>>;
 }
 
+/// Passes every method of [`Driver`] to a macro, for those who write all of them alike. The types of this module have
+/// to be in scope.
+#[doc(hidden)]
+#[macro_export]
+macro_rules! driver_methods {
+    ($then:ident) => {
+        $then! {
+            properties() -> Properties;
+            memory_info() -> DriverResult<MemoryInfo>;
+            alloc(bytes: u64) -> DriverResult<u64>;
+            free(address: u64) -> DriverResult<()>;
+            reserve(bytes: u64) -> DriverResult<u64>;
+            unreserve(address: u64, bytes: u64) -> DriverResult<()>;
+            create(bytes: u64) -> DriverResult<PageHandle>;
+            release(page: PageHandle) -> DriverResult<()>;
+            map(address: u64, bytes: u64, page: PageHandle) -> DriverResult<()>;
+            set_access(address: u64, bytes: u64) -> DriverResult<()>;
+            unmap(address: u64, bytes: u64) -> DriverResult<()>;
+            event_create() -> DriverResult<EventId>;
+            event_destroy(event: EventId) -> DriverResult<()>;
+            event_record(event: EventId, stream: StreamId) -> DriverResult<()>;
+            event_query(event: EventId) -> DriverResult<bool>;
+            event_synchronize(event: EventId) -> DriverResult<()>;
+            stream_synchronize(stream: StreamId) -> DriverResult<()>;
+            capture(stream: StreamId) -> DriverResult<Option<Capture>>;
+            dependencies(node: NodeId) -> DriverResult<Vec<NodeId>>;
+        }
+    };
+}
+
 /// Writes each method once for a pointer-like wrapper.
 macro_rules! forward_driver {
     ($($name:ident($($argument:ident: $type:ty),*) -> $result:ty;)*) => {
@@ -245,24 +275,4 @@ macro_rules! forward_driver {
     };
 }
 
-forward_driver! {
-    properties() -> Properties;
-    memory_info() -> DriverResult<MemoryInfo>;
-    alloc(bytes: u64) -> DriverResult<u64>;
-    free(address: u64) -> DriverResult<()>;
-    reserve(bytes: u64) -> DriverResult<u64>;
-    unreserve(address: u64, bytes: u64) -> DriverResult<()>;
-    create(bytes: u64) -> DriverResult<PageHandle>;
-    release(page: PageHandle) -> DriverResult<()>;
-    map(address: u64, bytes: u64, page: PageHandle) -> DriverResult<()>;
-    set_access(address: u64, bytes: u64) -> DriverResult<()>;
-    unmap(address: u64, bytes: u64) -> DriverResult<()>;
-    event_create() -> DriverResult<EventId>;
-    event_destroy(event: EventId) -> DriverResult<()>;
-    event_record(event: EventId, stream: StreamId) -> DriverResult<()>;
-    event_query(event: EventId) -> DriverResult<bool>;
-    event_synchronize(event: EventId) -> DriverResult<()>;
-    stream_synchronize(stream: StreamId) -> DriverResult<()>;
-    capture(stream: StreamId) -> DriverResult<Option<Capture>>;
-    dependencies(node: NodeId) -> DriverResult<Vec<NodeId>>;
-}
+driver_methods!(forward_driver);

@@ -43,22 +43,22 @@ impl<T> Buffer<T> {
     /// If cudarc tracks the work on its slices and cannot make an event for it.
     ///
     /// ```no_run
-    /// # use cudarc::driver::{CudaContext, LaunchConfig, PushKernelArg};
-    /// # fn kernel(ctx: &std::sync::Arc<CudaContext>) -> cudarc::driver::CudaFunction { todo!() }
+    /// # use cudarc::driver::{CudaContext, CudaFunction, LaunchConfig, PushKernelArg};
+    /// # fn example(function: CudaFunction) -> Result<(), Box<dyn std::error::Error>> {
     /// let context = CudaContext::new(0)?;
     /// let stream = context.new_stream()?;
     /// let gpu = cushion::Device::cuda(0)?;
     /// let x = gpu.alloc_copy(&[1.0_f32; 1024], &stream)?;
     /// let mut y = gpu.alloc_zeros::<f32>(1024, &stream)?;
     ///
-    /// let function = kernel(&context);
     /// let lent_x = x.cudarc(&stream)?;
     /// let mut lent_y = y.cudarc_mut(&stream)?;
     /// let (view_x, mut view_y) = (lent_x.view(), lent_y.view_mut());
     /// let mut launch = stream.launch_builder(&function);
     /// launch.arg(&view_x).arg(&mut view_y);
     /// unsafe { launch.launch(LaunchConfig::for_num_elems(1024)) }?;
-    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// # Ok(())
+    /// # }
     /// ```
     pub fn cudarc(&self, stream: &Arc<CudaStream>) -> Result<Lent<'_, T>, Error> {
         self.lend(stream)

@@ -226,27 +226,7 @@ macro_rules! forward_driver {
     };
 }
 
-forward_driver! {
-    properties() -> Properties;
-    memory_info() -> DriverResult<MemoryInfo>;
-    alloc(bytes: u64) -> DriverResult<u64>;
-    free(address: u64) -> DriverResult<()>;
-    reserve(bytes: u64) -> DriverResult<u64>;
-    unreserve(address: u64, bytes: u64) -> DriverResult<()>;
-    create(bytes: u64) -> DriverResult<PageHandle>;
-    release(page: PageHandle) -> DriverResult<()>;
-    map(address: u64, bytes: u64, page: PageHandle) -> DriverResult<()>;
-    set_access(address: u64, bytes: u64) -> DriverResult<()>;
-    unmap(address: u64, bytes: u64) -> DriverResult<()>;
-    event_create() -> DriverResult<EventId>;
-    event_destroy(event: EventId) -> DriverResult<()>;
-    event_record(event: EventId, stream: StreamId) -> DriverResult<()>;
-    event_query(event: EventId) -> DriverResult<bool>;
-    event_synchronize(event: EventId) -> DriverResult<()>;
-    stream_synchronize(stream: StreamId) -> DriverResult<()>;
-    capture(stream: StreamId) -> DriverResult<Option<Capture>>;
-    dependencies(node: NodeId) -> DriverResult<Vec<NodeId>>;
-}
+cushion_core::driver_methods!(forward_driver);
 
 impl Drop for DeviceDriver {
     fn drop(&mut self) {
