@@ -32,6 +32,9 @@ MODES = {
 # Which of PyTorch's a mode of Cushion's is compared with.
 TWINS = {"cushion segments": "native", "cushion expandable": "expandable"}
 
+# What is run as an example.
+EXAMPLES = ("../../examples/python", "../../gpu-kit/examples")
+
 # Groups that can be named together.
 TOGETHER = {"workloads": WORKLOADS}
 
@@ -45,7 +48,7 @@ class Job:
     timeout: int
     # Whether it prepares, says that it is ready, and waits for a line on standard input.
     waits: bool = False
-    # Other files of this folder that it runs.
+    # Other files of this folder that it runs, or folders with such, from here.
     runs: tuple[str, ...] = ()
 
 
@@ -96,7 +99,7 @@ def tests() -> list[Group]:
         Group("race", "memory freed while another stream reads it", for_policies(["race"], 120)),
         Group("losses", "models trained to the same numbers", (losses,)),
         Group("doors", "programs written for other allocators", for_policies(["doors"], 240, ("blocks.py",))),
-        Group("examples", "every example, and the C interface", for_policies(["examples"], 400)),
+        Group("examples", "every example, and the C interface", for_policies(["examples"], 400, EXAMPLES)),
         Group("snapshot", "recorded, and replayed address by address", for_policies(["snapshot"], 240)),
     ]
 

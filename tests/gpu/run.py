@@ -142,6 +142,10 @@ def package_files() -> list[Path]:
     )
 
 
+def files_of(path: Path) -> list[Path]:
+    return sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+
+
 HASHES: dict[tuple[Path, ...], str] = {}
 
 
@@ -158,7 +162,8 @@ def made_from(job: Job) -> str:
     """Of the program, its arguments and the package: if that changes, an outcome says nothing any more."""
     program = job.command[0]
     if program.endswith(".py"):
-        files = (*(HERE / name for name in (program, *job.runs, "harness.py")), *package_files())
+        named = (HERE / name for name in (program, *job.runs, "harness.py"))
+        files = (*(file for path in named for file in files_of(path)), *package_files())
     else:
         files = (ROOT / program,)
     return hashlib.sha256(" ".join((hash_of(files), *job.command)).encode()).hexdigest()[:16]

@@ -196,6 +196,18 @@ class Player:
         return float(len(self.log))
 
 
+class MadeFrom(unittest.TestCase):
+    def test_files_of_a_folder_count(self):
+        with tempfile.TemporaryDirectory() as folder:
+            job = Job("examples", ("examples.py",), 1, runs=(folder,))
+            found = []
+            for text in ("one", "other"):
+                Path(folder, "example").write_text(text)
+                run.HASHES.clear()
+                found.append(run.made_from(job))
+            self.assertNotEqual(*found)
+
+
 class Speed(unittest.TestCase):
     def test_a_slow_round_is_slow_for_all(self):
         found = speed.figures(TURNS)

@@ -178,9 +178,7 @@ driver_calls! {
     fn cuMemcpyDtoDAsync_v2(to: u64, from: u64, bytes: usize, stream: *mut ()) |world| {
         world.reach(from, bytes, stream)?;
         world.reach(to, bytes, stream)?;
-        let mut found = vec![0; bytes];
-        world.memory.read(from, &mut found);
-        world.memory.write(to, &found);
+        world.memory.copy(from, to, bytes);
         Ok(())
     }
 

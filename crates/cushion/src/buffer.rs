@@ -4,7 +4,7 @@ use std::fmt;
 use std::marker::PhantomData;
 
 use bytemuck::{AnyBitPattern, NoUninit};
-use cushion_core::StreamId;
+use cushion_core::{AddressError, StreamId};
 
 use crate::device::Device;
 use crate::error::Error;
@@ -91,7 +91,7 @@ impl<T> Buffer<T> {
     fn record(&self, stream: StreamId) {
         if stream != self.stream && self.address != 0 {
             let recorded = self.device.engine().record_stream(self.address, stream);
-            debug_assert!(recorded.is_ok(), "a buffer's address is live");
+            debug_assert!(!is_unknown(&recorded), "a buffer's address is live");
         }
     }
 
@@ -207,13 +207,18 @@ impl<T: AnyBitPattern + NoUninit> Buffer<T> {
     }
 }
 
+fn is_unknown(result: &Result<(), AddressError>) -> bool {
+    matches!(result, Err(AddressError::Unknown { .. }))
+}
+
 impl<T> Drop for Buffer<T> {
     fn drop(&mut self) {
         if self.address != 0 {
             let engine = self.device.engine();
             engine.driver().forget(self.address, self.size_bytes());
             let freed = engine.free(self.address);
-            debug_assert!(freed.is_ok(), "a buffer's address is live");
+            // Where the driver is broken the block stays pending, and nobody could do anything about it here.
+            debug_assert!(!is_unknown(&freed), "a buffer's address is live");
         }
     }
 }

@@ -239,10 +239,11 @@ impl Devices {
 impl Plan {
     /// The options of engines made from now on. Where nobody has set any, they are those of the environment.
     fn begin(&mut self) -> Result<&Options, SettingsError> {
-        if self.options.is_none() {
-            self.options = Some(Settings::gather(&Asked::default(), variable)?.options);
-        }
-        Ok(self.options.get_or_insert(Options::DEFAULT))
+        let options = match self.options.take() {
+            Some(options) => options,
+            None => Settings::gather(&Asked::default(), variable)?.options,
+        };
+        Ok(self.options.insert(options))
     }
 }
 

@@ -40,10 +40,7 @@ impl Device {
         }
         let id = stream.stream_id();
         self.check_stream(id)?;
-        let driver = self.engine().driver();
-        if let Some(owner) = stream.owner() {
-            driver.keep(id, || owner);
-        }
+        self.engine().driver().keep(id, || stream.owner());
         Ok(id)
     }
 

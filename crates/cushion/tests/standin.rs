@@ -141,6 +141,25 @@ mod tests {
     }
 
     #[test]
+    fn a_drop_that_the_driver_fails_is_made_up_for() {
+        with_standin(&[], |lib| {
+            let gpu = Device::cuda(0).unwrap();
+            let (main, side) = (gpu.new_stream().unwrap(), gpu.new_stream().unwrap());
+            for nth in 1..10 {
+                let buffer = gpu.alloc_zeros::<u8>(5000, &main).unwrap();
+                buffer.record_stream(&side).unwrap();
+                lib.standin_fail(nth, 700);
+                drop(buffer);
+                lib.standin_fail(u64::MAX, 0);
+                assert_eq!(gpu.memory_allocated(), 0);
+                gpu.engine().check_invariants().unwrap();
+            }
+            gpu.empty_cache().unwrap();
+            assert_eq!(lib.standin_held(0), 0, "nothing stays pending for ever");
+        });
+    }
+
+    #[test]
     fn where_there_is_no_cuda_that_is_said() {
         let broken = tempfile::NamedTempFile::new().unwrap();
         with_library(broken.path(), || {

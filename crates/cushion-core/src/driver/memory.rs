@@ -63,6 +63,13 @@ impl SimMemory {
         }
     }
 
+    /// Copies from one address to another; the ranges may overlap.
+    pub fn copy(&self, from: u64, to: u64, bytes: usize) {
+        let mut found = vec![0; bytes];
+        self.read(from, &mut found);
+        self.write(to, &found);
+    }
+
     /// Sets every byte of a range.
     pub fn fill(&self, address: u64, bytes: usize, value: u8) {
         let mut chunks = self.chunks();
