@@ -209,16 +209,17 @@ static void out_of_memory(void) {
     CHECK_STATUS(CUSHION_OUT_OF_MEMORY, cushion_alloc(device, SIZE_MAX, NULL, &memory));
     CHECK(memory == NULL);
     CHECK_STATUS(CUSHION_OUT_OF_MEMORY, cushion_alloc(device, total + 1, NULL, &memory));
+    CHECK_SAYS("out of memory, and it can never fit: ");
 
     CHECK_STATUS(CUSHION_INVALID_ARGUMENT, cushion_set_memory_fraction(device, 1.5));
     CHECK_SAYS("1.5");
     CHECK_STATUS(CUSHION_INVALID_ARGUMENT, cushion_set_memory_fraction(device, -0.5));
     CHECK_STATUS(CUSHION_INVALID_ARGUMENT, cushion_set_memory_fraction(device, NAN));
     CHECK_STATUS(CUSHION_OK, cushion_set_memory_fraction(device, 0.25));
-    limit = total / 4;
+    limit = total / 4 / (2 * MIB) * (2 * MIB); /* whole pages: alone it would fit */
     CHECK_STATUS(CUSHION_OK, cushion_alloc(device, 1000, NULL, &small));
     CHECK_STATUS(CUSHION_OUT_OF_MEMORY, cushion_alloc(device, limit, NULL, &memory));
-    CHECK_SAYS("out of memory");
+    CHECK_SAYS("out of memory: ");
     CHECK_SAYS("this process may hold");
     CHECK(memory == NULL);
     CHECK(stats_of(device).ooms == 3 && stats_of(device).allocated_bytes == 1024);

@@ -12,7 +12,7 @@ pub enum AllocError {
     #[error("out of memory: {0}")]
     FullNow(Box<Shortage>),
     /// More than the device, or the limit on it, could ever give.
-    #[error("can never fit: {0}")]
+    #[error("out of memory, and it can never fit: {0}")]
     NeverFits(Box<Shortage>),
     /// The driver failed for another reason than memory.
     #[error(transparent)]
