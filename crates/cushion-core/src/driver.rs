@@ -16,6 +16,10 @@
 //! [`release`](Driver::release) takes a page that is mapped nowhere; [`unreserve`](Driver::unreserve)
 //! takes a whole reserved range with nothing mapped in it.
 //!
+//! *Pages in host memory.* [`create_host`](Driver::create_host) makes a page that takes nothing of the
+//! device's memory: the device reaches it over the bus, far more slowly than its own. From then on it is
+//! a page like any other, and may be mapped beside them. Not every device can use such pages.
+//!
 //! *Order.* Mapping calls do not wait for the device. Before a page is unmapped, or handed to
 //! another stream, the caller must know that the work that used it is done: by an event that was
 //! queried or waited for, by [`stream_synchronize`](Driver::stream_synchronize), or by a call that
@@ -96,6 +100,7 @@ pub enum Call {
     Reserve,
     Unreserve,
     Create,
+    CreateHost,
     Release,
     Map,
     SetAccess,
@@ -113,12 +118,13 @@ pub enum Call {
 
 impl Call {
     /// Every call there is.
-    pub const ALL: [Self; 18] = [
+    pub const ALL: [Self; 19] = [
         Self::Alloc,
         Self::Free,
         Self::Reserve,
         Self::Unreserve,
         Self::Create,
+        Self::CreateHost,
         Self::Release,
         Self::Map,
         Self::SetAccess,
@@ -144,7 +150,7 @@ impl fmt::Display for Call {
 /// Why a driver call failed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fault {
-    /// The device has no memory left for this call.
+    /// There is no memory left for this call: on the device, or in the host for [`Call::CreateHost`].
     OutOfMemory,
     /// Anything else: the driver's own error code.
     Failed(i32),
@@ -153,6 +159,7 @@ pub enum Fault {
 /// A driver call that failed, and so changed nothing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("the driver call {call} failed: {}", match .fault {
+    Fault::OutOfMemory if *.call == Call::CreateHost => "out of host memory".to_owned(),
     Fault::OutOfMemory => "out of device memory".to_owned(),
     Fault::Failed(code) => format!("error {code}"),
 })]
@@ -196,6 +203,11 @@ pub trait Driver: fmt::Debug + Send + Sync {
 
     /// A physical page of `bytes` bytes, mapped nowhere.
     fn create(&self, bytes: u64) -> DriverResult<PageHandle>;
+
+    /// A page of `bytes` bytes in host memory, mapped nowhere; it takes nothing of the device's memory.
+    /// [`Fault::OutOfMemory`] if the host has none left; [`Fault::Failed`] where the device cannot use
+    /// such pages.
+    fn create_host(&self, bytes: u64) -> DriverResult<PageHandle>;
 
     /// Gives a page back.
     fn release(&self, page: PageHandle) -> DriverResult<()>;
@@ -248,6 +260,7 @@ macro_rules! driver_methods {
             reserve(bytes: u64) -> DriverResult<u64>;
             unreserve(address: u64, bytes: u64) -> DriverResult<()>;
             create(bytes: u64) -> DriverResult<PageHandle>;
+            create_host(bytes: u64) -> DriverResult<PageHandle>;
             release(page: PageHandle) -> DriverResult<()>;
             map(address: u64, bytes: u64, page: PageHandle) -> DriverResult<()>;
             set_access(address: u64, bytes: u64) -> DriverResult<()>;

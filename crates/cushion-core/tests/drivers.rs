@@ -42,7 +42,13 @@ mod tests {
             total: contract::NEEDED,
             capacity: contract::NEEDED,
             granularity: 64 * KIB,
+            host: contract::NEEDED,
         }));
+        assert!(contract::check_host_pages(&sim()), "the simulated device has such pages");
+        let without = sim();
+        without.fail(FailWhen::Every(Call::CreateHost), Fault::Failed(801));
+        contract::check_driver(&without);
+        assert!(!contract::check_host_pages(&without), "nothing was checked");
     }
 
     #[test]
@@ -96,6 +102,36 @@ mod tests {
         driver.free(plain).unwrap();
         driver.release(page).unwrap();
         assert_eq!((driver.held(), free()), (0, 65));
+    }
+
+    #[test]
+    fn host_memory_is_counted_apart_and_runs_out_too() {
+        let driver =
+            SimDriver::new(SimConfig { host: 10 * MIB, ..SimConfig::with_capacity(2 * PAGE) });
+        let held = || (driver.held() / MIB, driver.held_host() / MIB);
+        let free = || driver.memory_info().unwrap().free / MIB;
+        let (near, far) = (driver.create(2 * PAGE).unwrap(), driver.create_host(3 * PAGE).unwrap());
+        assert_eq!((held(), free()), ((4, 6), 0));
+        assert_eq!(driver.create(PAGE), full(Call::Create), "host memory is none of the device's");
+        assert_eq!(driver.create_host(3 * PAGE), full(Call::CreateHost));
+        assert_eq!(driver.create_host(MIB), failed(Call::CreateHost, 1));
+        let refused = driver.create_host(3 * PAGE).unwrap_err().to_string();
+        assert_eq!(refused, "the driver call CreateHost failed: out of host memory");
+        let rest = driver.create_host(2 * PAGE).unwrap();
+        assert_eq!((held(), free()), ((4, 10), 0));
+
+        let range = driver.reserve(5 * PAGE).unwrap();
+        driver.map(range, 2 * PAGE, near).unwrap();
+        driver.map(range + 2 * PAGE, 3 * PAGE, far).unwrap();
+        driver.set_access(range, 5 * PAGE).unwrap();
+        assert_eq!(driver.release(far), failed(Call::Release, 1), "it is mapped");
+        driver.unmap(range, 5 * PAGE).unwrap();
+        driver.release(far).unwrap();
+        assert_eq!((held(), free()), ((4, 4), 0));
+        driver.release(near).unwrap();
+        driver.release(rest).unwrap();
+        assert_eq!((held(), free()), ((0, 0), 4));
+        assert!(driver.create_host(5 * PAGE).is_ok(), "all of it is there again");
     }
 
     #[test]
@@ -157,6 +193,55 @@ mod tests {
     }
 
     #[test]
+    fn the_oldest_work_is_that_of_any_stream() {
+        let driver = sim();
+        assert!(!driver.finish_oldest(), "nothing was queued");
+        let event = driver.event_create().unwrap();
+        // In this order: 1, 2, 2, 1, 3, 1, where captured work is no part of it.
+        let s3 = StreamId(3);
+        for stream in [S1, S2, S2, S1] {
+            driver.launch(stream);
+        }
+        driver.begin_capture(s3);
+        driver.launch(s3);
+        driver.end_capture(s3);
+        driver.launch(s3);
+        driver.event_record(event, s3).unwrap();
+        driver.launch(S1);
+        let done = || {
+            [S1, S2, s3]
+                .map(|stream| (1..=3).take_while(|&work| driver.is_finished(stream, work)).count())
+        };
+        assert_eq!(done(), [0, 0, 0]);
+        assert!(driver.finish_oldest());
+        assert_eq!(done(), [1, 0, 0]);
+        assert!(driver.finish_oldest());
+        assert_eq!(done(), [1, 1, 0]);
+        // What was finished otherwise is passed by, however that came about.
+        driver.finish_until(S1, 2);
+        driver.stream_synchronize(S2).unwrap();
+        assert_eq!(done(), [2, 2, 0]);
+        assert_eq!(driver.event_query(event), Ok(false));
+        assert!(driver.finish_oldest());
+        assert_eq!((done(), driver.event_query(event)), ([2, 2, 1], Ok(true)));
+        driver.launch(S2);
+        assert!(driver.finish_oldest());
+        assert_eq!(done(), [3, 2, 1]);
+        driver.event_record(event, S2).unwrap();
+        driver.event_synchronize(event).unwrap();
+        assert_eq!(done(), [3, 3, 1]);
+        assert!(!driver.finish_oldest(), "all of it is finished");
+        for stream in [S1, S2] {
+            driver.launch(stream);
+        }
+        driver.finish(S1);
+        driver.finish_all();
+        assert!(!driver.finish_oldest(), "all of it is finished");
+        driver.launch(s3);
+        assert!(driver.finish_oldest() && driver.is_finished(s3, 2));
+    }
+
+    #[test]
     fn a_capture_forbids_waiting_and_grows_a_graph() {
         let driver = sim();
         let (plain, event) = (driver.alloc(MIB).unwrap(), driver.event_create().unwrap());
@@ -210,6 +295,7 @@ mod tests {
                 Box::new(move || driver.unreserve(range, PAGE))
             }
             Call::Create => Box::new(|| driver.create(PAGE).map(|_| ())),
+            Call::CreateHost => Box::new(|| driver.create_host(PAGE).map(|_| ())),
             Call::Release => {
                 let page = driver.create(PAGE).unwrap();
                 Box::new(move || driver.release(page))
@@ -266,13 +352,13 @@ mod tests {
             let struck = Err(DriverError { call, fault });
             let actions: Vec<_> = (0..5).map(|_| prepare(&driver, call)).collect();
             let made = driver.counts().of(call);
-            let held = driver.held();
+            let (held, held_host) = (driver.held(), driver.held_host());
 
             driver.fail(FailWhen::Nth(call, 2), fault);
             assert_eq!(actions[0](), Ok(()), "{call}");
-            let between = driver.held();
+            let between = (driver.held(), driver.held_host());
             assert_eq!(actions[1](), struck);
-            assert_eq!(driver.held(), between, "{call}");
+            assert_eq!((driver.held(), driver.held_host()), between, "{call}");
             assert_eq!(actions[1](), Ok(()), "{call} once only");
 
             driver.fail(FailWhen::NthOfAny(1), fault);
@@ -299,6 +385,8 @@ mod tests {
                 _ => 0,
             };
             assert_eq!(driver.held(), held.wrapping_add(step.wrapping_mul(5)), "{call}");
+            let step = if call == Call::CreateHost { PAGE } else { 0 };
+            assert_eq!(driver.held_host(), held_host + 5 * step, "{call}");
         }
     }
 
@@ -405,6 +493,23 @@ mod tests {
                 let _ = gpu.map(range + PAGE, PAGE, PageHandle(999));
             }),
             ("a page of 512 bytes", |gpu, _, _| ignore(gpu.create(512))),
+            ("a page of 512 bytes", |gpu, _, _| ignore(gpu.create_host(512))),
+            ("over a mapped range", |gpu, range, _| {
+                let host = gpu.create_host(PAGE).unwrap();
+                let _ = gpu.map(range, PAGE, host);
+            }),
+            ("still mapped", |gpu, range, _| {
+                let host = gpu.create_host(PAGE).unwrap();
+                gpu.map(range + PAGE, PAGE, host).unwrap();
+                let _ = gpu.release(host);
+            }),
+            ("a page is unmapped while work", |gpu, range, _| {
+                let host = gpu.create_host(PAGE).unwrap();
+                gpu.map(range + PAGE, PAGE, host).unwrap();
+                gpu.set_access(range + PAGE, PAGE).unwrap();
+                gpu.work(range + PAGE, 512, S1, 1);
+                let _ = gpu.unmap(range + PAGE, PAGE);
+            }),
             ("still mapped", |gpu, _, page| ignore(gpu.release(page))),
             ("release of an unknown page", |gpu, range, page| {
                 gpu.unmap(range, PAGE).unwrap();

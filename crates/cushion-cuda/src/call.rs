@@ -50,6 +50,32 @@ codes! {
 
 pub(crate) type CallResult<T> = Result<T, Code>;
 
+/// What a device is asked about itself. Not an enum either: what cudarc declares is of one version of
+/// CUDA, and drivers know more.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Attribute(c_uint);
+
+macro_rules! attributes {
+    ($($name:ident = $theirs:ident;)*) => {
+        impl Attribute {
+            $(pub(crate) const $name: Self = Self(CUdevice_attribute::$theirs as c_uint);)*
+        }
+    };
+}
+
+attributes! {
+    PAGES = CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED;
+    FILE_HANDLES = CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED;
+    FABRIC_HANDLES = CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED;
+    RDMA = CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED;
+    HOST_NODE = CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID;
+}
+
+impl Attribute {
+    /// `CU_DEVICE_ATTRIBUTE_HOST_NUMA_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED`, of CUDA 12.9 and later.
+    pub(crate) const HOST_PAGES: Self = Self(141);
+}
+
 /// A context, by its raw handle. Zero is none.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct ContextId(usize);
@@ -138,14 +164,11 @@ impl Api {
         Ok(text.to_string_lossy().into_owned())
     }
 
-    pub(crate) fn attribute(
-        &self,
-        device: CUdevice,
-        attribute: CUdevice_attribute,
-    ) -> CallResult<i32> {
+    pub(crate) fn attribute(&self, device: CUdevice, attribute: Attribute) -> CallResult<i32> {
         let mut value = 0;
-        // SAFETY: `value` can be written for the time of the call.
-        check(unsafe { (self.cuDeviceGetAttribute)(&raw mut value, attribute, device) })?;
+        // SAFETY: `value` can be written for the time of the call. The attribute goes as a number, for
+        // which any value is allowed.
+        check(unsafe { (self.cuDeviceGetAttribute)(&raw mut value, attribute.0, device) })?;
         Ok(value)
     }
 

@@ -9,13 +9,11 @@ use cushion_core::driver::{
 use cushion_core::size::MIB;
 use cushion_core::{Driver, DriverError, StreamId};
 
-use crate::call::{CallResult, Code, ContextId};
+use crate::call::{Attribute, CallResult, Code, ContextId};
 use crate::context::{Entered, Primary};
 use crate::error::CudaError;
-use crate::page::{PageKinds, on_device};
-use crate::sys::{
-    Api, CUdevice, CUdevice_attribute as Attribute, CUmemAccess_flags, CUmemAccessDesc,
-};
+use crate::page::{PageKind, PageKinds, on_device, on_host};
+use crate::sys::{Api, CUdevice, CUmemAccess_flags, CUmemAccessDesc, CUmemLocation};
 
 /// A CUDA device, in its primary context. Every method may be called from any thread, whatever
 /// context is current there, and leaves that context current.
@@ -30,6 +28,8 @@ pub struct CudaDriver {
     /// What `set_access` grants: this device and its peers.
     access: Vec<CUmemAccessDesc>,
     kinds: PageKinds,
+    /// Where pages in host memory go, if the device and its peers can use them.
+    host: Option<CUmemLocation>,
     /// The pages created here and not released.
     pages: Mutex<BTreeSet<PageHandle>>,
     /// The events created here and not destroyed, and the event that carries its mark if that is on
@@ -66,6 +66,7 @@ impl CudaDriver {
             primary,
             properties: Properties { device, total, granularity },
             access: [id].iter().chain(&peers).map(|&device| read_and_write(device)).collect(),
+            host: on_host(api, id, &peers),
             peers,
             kinds,
             pages: Mutex::default(),
@@ -191,11 +192,10 @@ fn peers_of(api: &Api, device: CUdevice, count: u32) -> Vec<CUdevice> {
 
 /// The smallest page; 2 MiB, as on every device that has them, where there are none to ask about.
 fn granularity(api: &Api, device: CUdevice, kinds: &PageKinds) -> CallResult<u64> {
-    let has_pages = Attribute::CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED;
-    if api.attribute(device, has_pages)? == 0 {
+    if api.attribute(device, Attribute::PAGES)? == 0 {
         return Ok(2 * MIB);
     }
-    kinds.first_not_refused(|kind| api.granularity(&kind.properties(device)))
+    kinds.first_not_refused(|kind| api.granularity(&kind.properties(on_device(device))))
 }
 
 fn read_and_write(device: CUdevice) -> CUmemAccessDesc {
@@ -232,7 +232,17 @@ impl Driver for CudaDriver {
 
     fn create(&self, bytes: u64) -> DriverResult<PageHandle> {
         let page = self.inside(Call::Create, |api| {
-            self.kinds.first_not_refused(|kind| api.create(bytes, &kind.properties(self.device)))
+            let device = on_device(self.device);
+            self.kinds.first_not_refused(|kind| api.create(bytes, &kind.properties(device)))
+        })?;
+        self.pages().insert(page);
+        Ok(page)
+    }
+
+    fn create_host(&self, bytes: u64) -> DriverResult<PageHandle> {
+        let page = self.inside(Call::CreateHost, |api| {
+            let host = self.host.ok_or(Code::NOT_SUPPORTED)?;
+            api.create(bytes, &PageKind::OWN.properties(host))
         })?;
         self.pages().insert(page);
         Ok(page)

@@ -1,11 +1,12 @@
-//! How pages are made: with as many ways to share them as the device and the system allow.
+//! How pages are made: on the device with as many ways to share them as it and the system allow, in host
+//! memory with none.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use crate::call::{CallResult, Code};
+use crate::call::{Attribute, CallResult, Code};
 use crate::sys::{
-    Api, CUdevice, CUdevice_attribute as Attribute, CUmemAllocationHandleType as HandleType,
-    CUmemAllocationProp, CUmemAllocationType, CUmemLocation, CUmemLocationType,
+    Api, CUdevice, CUmemAllocationHandleType as HandleType, CUmemAllocationProp,
+    CUmemAllocationType, CUmemLocation, CUmemLocationType,
 };
 
 const FILE: HandleType = HandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
@@ -21,11 +22,14 @@ pub(crate) struct PageKind {
 }
 
 impl PageKind {
-    pub(crate) fn properties(self, device: CUdevice) -> CUmemAllocationProp {
+    /// Not shared at all.
+    pub(crate) const OWN: Self = Self { handles: NOTHING, rdma: false };
+
+    pub(crate) fn properties(self, location: CUmemLocation) -> CUmemAllocationProp {
         CUmemAllocationProp {
             type_: CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED,
             requestedHandleTypes: self.handles,
-            location: on_device(device),
+            location,
             win32HandleMetaData: std::ptr::null_mut(),
             allocFlags: cudarc::driver::sys::CUmemAllocationProp_st__bindgen_ty_1 {
                 compressionType: 0,
@@ -41,6 +45,26 @@ pub(crate) fn on_device(device: CUdevice) -> CUmemLocation {
     CUmemLocation { type_: CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE, id: device }
 }
 
+/// Whether a device has a feature. A driver too old to know the attribute does not support it.
+fn supports(api: &Api, device: CUdevice, attribute: Attribute) -> bool {
+    api.attribute(device, attribute).is_ok_and(|value| value != 0)
+}
+
+/// Where pages in host memory go: the NUMA node that is next to the device. `None` if the device, or a peer
+/// that is given access to all of its pages, cannot use such pages.
+pub(crate) fn on_host(api: &Api, device: CUdevice, peers: &[CUdevice]) -> Option<CUmemLocation> {
+    let can_use = |&device| supports(api, device, Attribute::HOST_PAGES);
+    if ![device].iter().chain(peers).all(can_use) {
+        return None;
+    }
+    // Of a host without nodes CUDA says -1; all of its memory is in the first.
+    let node = api.attribute(device, Attribute::HOST_NODE).unwrap_or(0);
+    Some(CUmemLocation {
+        type_: CUmemLocationType::CU_MEM_LOCATION_TYPE_HOST_NUMA,
+        id: node.max(0),
+    })
+}
+
 /// The kinds to try, the most able first, and which of them works. A device may claim what the system
 /// around it refuses (a fabric without its service, a container without the right), and only the
 /// first page shows it.
@@ -52,21 +76,16 @@ pub(crate) struct PageKinds {
 
 impl PageKinds {
     pub(crate) fn of(api: &Api, device: CUdevice) -> Self {
-        // A driver too old to know the attribute does not support it.
-        let supports = |attribute| api.attribute(device, attribute).is_ok_and(|value| value != 0);
+        let supports = |attribute| supports(api, device, attribute);
         let either = |yes, kind| if yes { kind } else { NOTHING };
-        let file = either(
-            supports(Attribute::CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED),
-            FILE,
-        );
-        let fabric =
-            either(supports(Attribute::CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED), FABRIC);
-        let rdma = supports(Attribute::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED);
+        let file = either(supports(Attribute::FILE_HANDLES), FILE);
+        let fabric = either(supports(Attribute::FABRIC_HANDLES), FABRIC);
+        let rdma = supports(Attribute::RDMA);
         let mut kinds = vec![
             PageKind { handles: HandleType(file.0 | fabric.0), rdma },
             PageKind { handles: file, rdma },
             PageKind { handles: NOTHING, rdma },
-            PageKind { handles: NOTHING, rdma: false },
+            PageKind::OWN,
         ];
         kinds.dedup();
         Self { kinds, works: AtomicUsize::new(0) }

@@ -72,14 +72,14 @@ macro_rules! functions {
 }
 
 functions! {
-    // cudarc's takes the enum, and this must take any number.
+    // cudarc's take enums, and these must take any number.
     #[unchecked] cuGetErrorName(c_int, *mut *const c_char);
+    #[unchecked] cuDeviceGetAttribute(*mut c_int, c_uint, CUdevice);
     cuInit(c_uint);
     cuDriverGetVersion(*mut c_int);
     cuDeviceGetCount(*mut c_int);
     cuDeviceGet(*mut CUdevice, c_int);
     cuDeviceGetName(*mut c_char, c_int, CUdevice);
-    cuDeviceGetAttribute(*mut c_int, CUdevice_attribute, CUdevice);
     cuDeviceCanAccessPeer(*mut c_int, CUdevice, CUdevice);
     cuDevicePrimaryCtxRetain(*mut CUcontext, CUdevice);
     cuDevicePrimaryCtxRelease_v2(CUdevice);

@@ -7,6 +7,7 @@ mod support;
 
 use std::process::ExitCode;
 
+use cushion_core::driver::PageHandle;
 use cushion_core::size::MIB;
 use cushion_core::testing::churn::Churn;
 use cushion_core::testing::contract;
@@ -46,12 +47,17 @@ fn main() -> ExitCode {
     let lib = Lib::open();
     assert_eq!(lib.cuCtxSetCurrent(0), 0);
 
-    let checks: [(&str, Check); 17] = [
+    let checks: [(&str, Check); 19] = [
         ("properties", |driver, _| contract::check_properties(driver)),
         ("plain memory", |driver, _| contract::check_plain_memory(driver)),
         ("pages", |driver, _| contract::check_pages(driver)),
         ("a moved page", |driver, _| contract::check_moved_page(driver)),
         ("a shared page", |driver, _| contract::check_shared_page(driver)),
+        ("pages in host memory", |driver, _| {
+            if !contract::check_host_pages(driver) {
+                println!("gpu_contract: left out, as the device cannot use pages in host memory");
+            }
+        }),
         ("a shortage", |driver, _| contract::check_shortage(driver)),
         ("events", |driver, _| contract::check_events(driver)),
         ("refusals", |driver, _| contract::check_refusals(driver)),
@@ -65,7 +71,15 @@ fn main() -> ExitCode {
             assert_eq!(name(2).as_deref(), Some("CUDA_ERROR_OUT_OF_MEMORY"));
             assert_eq!(name(12345), None);
         }),
-        ("mapped memory holds what is written", mapped_memory_holds),
+        ("mapped memory holds what is written", |driver, lib| {
+            mapped_memory_holds(driver, lib, driver.create(PAGE).expect("memory"));
+        }),
+        ("mapped host memory holds what is written", |driver, lib| {
+            // Whether there are such pages is checked above.
+            if let Ok(page) = driver.create_host(PAGE) {
+                mapped_memory_holds(driver, lib, page);
+            }
+        }),
         ("a side stream", side_stream),
         ("a capture", capture),
         ("the engine, segments", |_, lib| engine_churns(lib, Policy::Segments)),
@@ -97,9 +111,9 @@ fn in_context<T>(lib: &Lib, run: impl FnOnce() -> T) -> T {
     result
 }
 
-fn mapped_memory_holds(driver: &CudaDriver, lib: &Lib) {
+/// Of a page of size [`PAGE`], which it gives back.
+fn mapped_memory_holds(driver: &CudaDriver, lib: &Lib, page: PageHandle) {
     let range = driver.reserve(4 * PAGE).expect("addresses");
-    let page = driver.create(PAGE).expect("memory");
     // One page at two addresses: what is written at one is read at the other.
     for at in [range, range + 2 * PAGE] {
         driver.map(at, PAGE, page).expect("an empty place");

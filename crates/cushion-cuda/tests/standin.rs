@@ -331,6 +331,65 @@ mod tests {
             contract::check_events(&driver);
             let refused = DriverError { call: Call::Create, fault: Fault::Failed(801) };
             assert_eq!(driver.create(PAGE), Err(refused));
+            assert!(!contract::check_host_pages(&driver), "there are none");
+        });
+    }
+
+    /// The node that a page in host memory is made on.
+    fn node(lib: &Lib, driver: &CudaDriver) -> i32 {
+        let page = driver.create_host(PAGE).unwrap();
+        let node = lib.standin_page_node(page.0);
+        assert_eq!(lib.standin_page_kind(page.0), 0, "it is not shared");
+        driver.release(page).unwrap();
+        node
+    }
+
+    #[test]
+    fn pages_in_host_memory_are_next_to_their_device_and_none_of_its_memory() {
+        with_standin(&[("STANDIN_NUMA", "3"), ("STANDIN_HOST", "8388608")], |lib| {
+            let driver = device(0);
+            let held = || (lib.standin_held(0) / MIB, lib.standin_held_host(0) / MIB);
+            assert_eq!(node(lib, &driver), 3);
+            let near = driver.create(PAGE).unwrap();
+            assert_eq!(lib.standin_page_node(near.0), -1);
+            let far = driver.create_host(2 * PAGE).unwrap();
+            assert_eq!(held(), (2, 4));
+            let failed = |fault| Err(DriverError { call: Call::CreateHost, fault });
+            assert_eq!(driver.create_host(4 * PAGE), failed(Fault::OutOfMemory));
+            assert_eq!(driver.create_host(MIB), failed(Fault::Failed(1)), "half a page");
+            assert_eq!(held(), (2, 4));
+            driver.release(far).unwrap();
+            assert!(driver.release(far).is_err(), "it is gone");
+            driver.release(near).unwrap();
+            assert_eq!(held(), (0, 0));
+        });
+    }
+
+    #[test]
+    fn a_host_without_nodes_has_all_its_memory_in_the_first() {
+        with_standin(&[("STANDIN_NUMA", "-1")], |lib| {
+            assert_eq!(node(lib, &device(0)), 0);
+            assert!(contract::check_host_pages(&device(0)));
+        });
+    }
+
+    #[test]
+    fn pages_in_host_memory_are_for_devices_that_can_all_use_them() {
+        let refused = DriverError { call: Call::CreateHost, fault: Fault::Failed(801) };
+        let peers = ("STANDIN_PEERS", "2>0,1>2");
+        let machine = [("STANDIN_DEVICES", "3"), peers, ("STANDIN_WITHOUT", "host@1")];
+        with_standin(&machine, |lib| {
+            assert_eq!(device(1).create_host(PAGE), Err(refused));
+            assert_eq!(device(2).create_host(PAGE), Err(refused), "a peer could not use it");
+            assert_eq!(lib.standin_calls(c"cuMemCreate".as_ptr()), 0, "CUDA need not be asked");
+            let driver = device(0);
+            let (range, page) = (driver.reserve(PAGE).unwrap(), driver.create_host(PAGE).unwrap());
+            driver.map(range, PAGE, page).unwrap();
+            driver.set_access(range, PAGE).unwrap();
+            assert_eq!(lib.standin_access(range), 0b101);
+            for index in 0..3 {
+                contract::check_driver(&device(index));
+            }
         });
     }
 
@@ -437,11 +496,12 @@ mod tests {
             for _ in 0..2 {
                 let plain = driver.alloc(PAGE).unwrap();
                 let range = driver.reserve(PAGE).unwrap();
-                let page = driver.create(PAGE).unwrap();
-                driver.map(range, PAGE, page).unwrap();
-                driver.set_access(range, PAGE).unwrap();
-                driver.unmap(range, PAGE).unwrap();
-                driver.release(page).unwrap();
+                for page in [driver.create(PAGE).unwrap(), driver.create_host(PAGE).unwrap()] {
+                    driver.map(range, PAGE, page).unwrap();
+                    driver.set_access(range, PAGE).unwrap();
+                    driver.unmap(range, PAGE).unwrap();
+                    driver.release(page).unwrap();
+                }
                 driver.unreserve(range, PAGE).unwrap();
                 driver.memory_info().unwrap();
                 assert_ne!(plain, 0);

@@ -29,15 +29,25 @@ fn device_of(world: &World, context: Context) -> Result<Option<usize>, c_int> {
     }
 }
 
-fn attribute(world: &World, attribute: c_int) -> Result<c_int, c_int> {
+fn attribute(world: &World, device: usize, attribute: c_int) -> Result<c_int, c_int> {
+    /// `CU_DEVICE_ATTRIBUTE_HOST_NUMA_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED`, newer than cudarc's
+    /// declarations.
+    const HOST_PAGES: c_int = 141;
     const ASKED: [(Attribute, &str); 4] = [
         (Attribute::CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, "pages"),
         (Attribute::CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED, "file"),
         (Attribute::CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED, "fabric"),
         (Attribute::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED, "rdma"),
     ];
-    let asked = ASKED.iter().find(|(known, _)| i64::from(*known as u32) == i64::from(attribute));
-    asked.map(|(_, word)| c_int::from(world.supports(word))).ok_or(INVALID_VALUE)
+    let is = |known: Attribute| i64::from(known as u32) == i64::from(attribute);
+    if is(Attribute::CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID) {
+        return Ok(world.node);
+    }
+    let asked = match attribute {
+        HOST_PAGES => Some("host"),
+        _ => ASKED.iter().find(|&&(known, _)| is(known)).map(|&(_, word)| word),
+    };
+    asked.map(|word| c_int::from(world.supports(device, word))).ok_or(INVALID_VALUE)
 }
 
 /// CUDA's names for the codes of this library.
@@ -107,8 +117,8 @@ driver_calls! {
     }
 
     fn cuDeviceGetAttribute(value: Out<c_int>, attribute: c_int, device: c_int) |world| {
-        world.device(device)?;
-        value.give(self::attribute(world, attribute)?)
+        let device = world.device(device)?;
+        value.give(self::attribute(world, device, attribute)?)
     }
 
     fn cuDeviceCanAccessPeer(can: Out<c_int>, device: c_int, owner: c_int) |world| {

@@ -93,6 +93,14 @@ extern "C" fn standin_held(device: c_int) -> u64 {
     held
 }
 
+/// Bytes of host memory held for a device.
+#[unsafe(no_mangle)]
+extern "C" fn standin_held_host(device: c_int) -> u64 {
+    let mut held = 0;
+    on(device, |device| held = device.sim.held_host());
+    held
+}
+
 /// How much another program holds on a device; 0 if there is not that much, else 1.
 #[unsafe(no_mangle)]
 extern "C" fn standin_set_tenant(device: c_int, bytes: u64) -> c_int {
@@ -111,7 +119,14 @@ extern "C" fn standin_refuse_pages(handles: c_uint, rdma: c_int, code: c_int) {
 #[unsafe(no_mangle)]
 extern "C" fn standin_page_kind(page: u64) -> c_uint {
     let kind = world().page_kinds.get(&page).copied();
-    kind.map_or(0, |(handles, rdma)| handles | (c_uint::from(rdma) << 31))
+    kind.map_or(0, |kind| kind.handles | (c_uint::from(kind.rdma) << 31))
+}
+
+/// The NUMA node of a page in host memory; -1 for another, also if there is no such page.
+#[unsafe(no_mangle)]
+extern "C" fn standin_page_node(page: u64) -> c_int {
+    let kind = world().page_kinds.get(&page).copied();
+    kind.and_then(|kind| kind.node).unwrap_or(-1)
 }
 
 // ---- streams ----

@@ -8,8 +8,10 @@
 //! |---|---|---|
 //! | `STANDIN_DEVICES` | how many devices there are; with 0, `cuInit` fails as CUDA's does | 1 |
 //! | `STANDIN_CAPACITY` | memory of each, in bytes | 1 GiB |
+//! | `STANDIN_HOST` | host memory that each may have pages in, in bytes | plenty |
+//! | `STANDIN_NUMA` | the NUMA node that each is next to; -1, as CUDA says where there are none | 0 |
 //! | `STANDIN_PEERS` | `all`, or pairs as in `1>0,0>1`: device 1 can reach memory of 0, and the reverse | none |
-//! | `STANDIN_WITHOUT` | what the devices do not support, as in `fabric,file,rdma,pages` | nothing |
+//! | `STANDIN_WITHOUT` | what the devices do not support, as in `fabric,file,rdma,pages,host`; with `host@1`, device 1 alone | nothing |
 //! | `STANDIN_LENIENT` | with 1, calls on pages need no relaxed mode during a capture, as with CUDA | 0 |
 //!
 //! It refuses what CUDA refuses, and more: a call without a current context, or with that of another

@@ -2,20 +2,24 @@
 
 use std::ffi::{c_int, c_uint, c_ulonglong};
 
-use cudarc::driver::sys::{CUmemAccessDesc, CUmemAllocationProp};
+use cudarc::driver::sys::{CUmemAccessDesc, CUmemAllocationProp, CUmemLocationType as Location};
 use cushion_core::Driver;
 use cushion_core::driver::PageHandle;
 
 use crate::out::{In, Out};
-use crate::world::{World, tagged, told};
+use crate::world::{PageKind, World, tagged, told};
 use crate::{INVALID_VALUE, NOT_SUPPORTED, driver_calls};
 
-/// The device that a page is asked for, and how.
-fn page_asked(
-    world: &World,
-    properties: &CUmemAllocationProp,
-) -> Result<(usize, c_uint, bool), c_int> {
-    if !world.supports("pages") {
+/// The device that a page is asked for, and how. One in host memory is for the device that is current.
+fn page_asked(world: &World, properties: &CUmemAllocationProp) -> Result<(usize, PageKind), c_int> {
+    let id = properties.location.id;
+    let (device, node) = match properties.location.type_ {
+        Location::CU_MEM_LOCATION_TYPE_DEVICE => (world.device(id)?, None),
+        Location::CU_MEM_LOCATION_TYPE_HOST_NUMA if id >= 0 => (world.current()?, Some(id)),
+        _ => return Err(INVALID_VALUE),
+    };
+    let supports = |what| world.supports(device, what);
+    if !supports("pages") || (node.is_some() && !supports("host")) {
         return Err(NOT_SUPPORTED);
     }
     let handles = properties.requestedHandleTypes.0;
@@ -24,7 +28,7 @@ fn page_asked(
     if handles & refused_handles != 0 || (rdma && refused_rdma) {
         return Err(code);
     }
-    Ok((world.device(properties.location.id)?, handles, rdma))
+    Ok((device, PageKind { handles, rdma, node }))
 }
 
 fn size(bytes: usize) -> u64 {
@@ -108,13 +112,15 @@ driver_calls! {
         properties: In<CUmemAllocationProp>,
         flags: c_ulonglong,
     ) |world| {
-        let (device, handles, rdma) = page_asked(world, &properties.get()?)?;
+        let (device, kind) = page_asked(world, &properties.get()?)?;
         if out.is_null() || flags != 0 {
             return Err(INVALID_VALUE);
         }
-        let page = told(world.expect_current(device)?.create(size(bytes)))?;
-        let page = tagged(device, page.0);
-        world.page_kinds.insert(page, (handles, rdma));
+        let sim = world.expect_current(device)?;
+        let bytes = size(bytes);
+        let page = if kind.node.is_some() { sim.create_host(bytes) } else { sim.create(bytes) };
+        let page = tagged(device, told(page)?.0);
+        world.page_kinds.insert(page, kind);
         out.give(page)
     }
 
@@ -142,6 +148,9 @@ driver_calls! {
         let device = world.owner(address).ok_or(INVALID_VALUE)?;
         let mut granted = 0;
         for access in access.get_all(count)? {
+            if access.location.type_ != Location::CU_MEM_LOCATION_TYPE_DEVICE {
+                return Err(INVALID_VALUE);
+            }
             let reader = world.device(access.location.id)?;
             if reader != device && !world.can_reach(reader, device) {
                 return Err(INVALID_VALUE);

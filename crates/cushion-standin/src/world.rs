@@ -4,6 +4,7 @@ use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::{c_int, c_uint};
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::str::FromStr;
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 use cushion_core::driver::{DriverResult, Fault, SimMemory};
@@ -42,11 +43,23 @@ pub(crate) struct Device {
     pub(crate) capturing: BTreeSet<u64>,
 }
 
+/// How a page was asked for.
+#[derive(Clone, Copy)]
+pub(crate) struct PageKind {
+    /// The handle types.
+    pub(crate) handles: c_uint,
+    pub(crate) rdma: bool,
+    /// The NUMA node, if it is in host memory.
+    pub(crate) node: Option<c_int>,
+}
+
 /// What every call sees.
 pub(crate) struct World {
     pub(crate) devices: Vec<Device>,
     peers: BTreeSet<(usize, usize)>,
     without: Vec<String>,
+    /// The NUMA node next to the devices, or -1.
+    pub(crate) node: c_int,
     lenient: bool,
     pub(crate) initialised: bool,
     pub(crate) shut_down: bool,
@@ -64,7 +77,7 @@ pub(crate) struct World {
     /// Which pages are refused: their handle types, whether for RDMA, and with what code.
     pub(crate) refused_pages: (c_uint, bool, c_int),
     /// How each page was asked for.
-    pub(crate) page_kinds: BTreeMap<u64, (c_uint, bool)>,
+    pub(crate) page_kinds: BTreeMap<u64, PageKind>,
     /// What the devices' memory holds.
     pub(crate) memory: SimMemory,
 }
@@ -77,16 +90,17 @@ fn variable(name: &str) -> Option<String> {
     std::env::var(name).ok()
 }
 
+fn number<T: FromStr>(name: &str, default: T) -> T {
+    variable(name).and_then(|text| text.trim().parse().ok()).unwrap_or(default)
+}
+
 impl World {
     fn from_environment() -> Self {
-        let number = |name, default| {
-            variable(name).and_then(|text| text.trim().parse().ok()).unwrap_or(default)
-        };
-        let count = number("STANDIN_DEVICES", 1);
-        let capacity = number("STANDIN_CAPACITY", GIB);
-        let devices: Vec<Device> = (0..u32::try_from(count).unwrap_or(0))
+        let plain = SimConfig::with_capacity(number("STANDIN_CAPACITY", GIB));
+        let config = SimConfig { host: number("STANDIN_HOST", plain.host), ..plain };
+        let devices: Vec<Device> = (0..number("STANDIN_DEVICES", 1))
             .map(|device| Device {
-                sim: SimDriver::new(SimConfig { device, ..SimConfig::with_capacity(capacity) }),
+                sim: SimDriver::new(SimConfig { device, ..config }),
                 retained: 0,
                 access: BTreeMap::new(),
                 capturing: BTreeSet::new(),
@@ -108,6 +122,7 @@ impl World {
             devices,
             peers,
             without: without.split(',').map(|word| word.trim().to_owned()).collect(),
+            node: number("STANDIN_NUMA", 0),
             lenient: number("STANDIN_LENIENT", 0) != 0,
             initialised: false,
             shut_down: false,
@@ -124,8 +139,9 @@ impl World {
         }
     }
 
-    pub(crate) fn supports(&self, what: &str) -> bool {
-        !self.without.iter().any(|word| word == what)
+    pub(crate) fn supports(&self, device: usize, what: &str) -> bool {
+        let alone = format!("{what}@{device}");
+        !self.without.iter().any(|word| word == what || *word == alone)
     }
 
     pub(crate) fn can_reach(&self, from: usize, to: usize) -> bool {

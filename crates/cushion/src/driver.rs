@@ -27,7 +27,7 @@ pub struct DeviceDriver {
 
 #[derive(Debug)]
 enum Kind {
-    Cuda(CudaDriver),
+    Cuda(Box<CudaDriver>),
     Simulated(Box<Simulated>),
 }
 
@@ -49,7 +49,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 impl DeviceDriver {
     /// The GPU with this index.
     pub fn cuda(index: u32) -> Result<Self, CudaError> {
-        Ok(Self::of(Kind::Cuda(CudaDriver::new(index)?)))
+        Ok(Self::of(Kind::Cuda(Box::new(CudaDriver::new(index)?))))
     }
 
     /// A simulated device of `capacity` bytes.

@@ -131,6 +131,19 @@ impl<D: Driver> CheckedDriver<D> {
     fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
+
+    /// Lets a page be made, wherever it is, and watches it.
+    fn make_page(
+        &self,
+        bytes: u64,
+        make: impl FnOnce(&D, u64) -> DriverResult<PageHandle>,
+    ) -> DriverResult<PageHandle> {
+        let unit = self.inner.properties().granularity;
+        assert!(bytes > 0 && bytes.is_multiple_of(unit), "a page of {bytes} bytes");
+        let page = make(&self.inner, bytes)?;
+        self.state().pages.insert(page, (bytes, BTreeSet::new()));
+        Ok(page)
+    }
 }
 
 impl State {
@@ -241,11 +254,11 @@ impl<D: Driver> Driver for CheckedDriver<D> {
     }
 
     fn create(&self, bytes: u64) -> DriverResult<PageHandle> {
-        let unit = self.inner.properties().granularity;
-        assert!(bytes > 0 && bytes.is_multiple_of(unit), "a page of {bytes} bytes");
-        let page = self.inner.create(bytes)?;
-        self.state().pages.insert(page, (bytes, BTreeSet::new()));
-        Ok(page)
+        self.make_page(bytes, D::create)
+    }
+
+    fn create_host(&self, bytes: u64) -> DriverResult<PageHandle> {
+        self.make_page(bytes, D::create_host)
     }
 
     fn release(&self, page: PageHandle) -> DriverResult<()> {

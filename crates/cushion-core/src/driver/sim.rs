@@ -1,11 +1,11 @@
 //! A deterministic GPU in memory: capacity, page granularity, streams and events that finish when
-//! told to, other tenants, the price list, scripted failures and scripted addresses.
+//! told to, other tenants, host memory, the price list, scripted failures and scripted addresses.
 //!
 //! It refuses what a real driver refuses (mapping over a mapped range, releasing a mapped page,
 //! querying events during a capture), so that a bug in the engine shows as an error here and not
 //! only under [`CheckedDriver`](super::CheckedDriver).
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::ops::Range;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -27,6 +27,9 @@ const LAST_DEVICE: u32 = 127;
 /// and end here: even this device runs out of them.
 const LAST_ADDRESS: u64 = 1 << 62;
 
+/// Host memory that no test runs out of, unless it says how much there is.
+const PLENTY: u64 = u64::MAX / 2;
+
 /// CUDA's `CUDA_ERROR_INVALID_VALUE`.
 const INVALID_VALUE: Fault = Fault::Failed(1);
 /// CUDA's `CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED`.
@@ -43,13 +46,15 @@ pub struct SimConfig {
     pub capacity: u64,
     /// Smallest size of a page.
     pub granularity: u64,
+    /// Host memory in bytes that pages may be made of.
+    pub host: u64,
 }
 
 impl SimConfig {
-    /// A device of `capacity` bytes with pages of 2 MiB and up.
+    /// A device of `capacity` bytes with pages of 2 MiB and up, and plenty of host memory.
     #[must_use]
     pub fn with_capacity(capacity: u64) -> Self {
-        Self { device: 0, total: capacity, capacity, granularity: 2 * MIB }
+        Self { device: 0, total: capacity, capacity, granularity: 2 * MIB, host: PLENTY }
     }
 }
 
@@ -90,6 +95,7 @@ struct State {
     mappings: BTreeMap<u64, (u64, PageHandle)>,
     tenants: BTreeMap<u32, u64>,
     held: u64,
+    held_host: u64,
     events: BTreeMap<EventId, Option<(StreamId, u64)>>,
     streams: BTreeMap<StreamId, Stream>,
     /// Streams being captured.
@@ -104,6 +110,8 @@ struct State {
 #[derive(Debug)]
 struct Page {
     bytes: u64,
+    /// Whether it is in host memory.
+    host: bool,
     mapped: u32,
 }
 
@@ -111,7 +119,24 @@ struct Page {
 struct Stream {
     launched: u64,
     finished: u64,
+    /// What is launched and not finished: each piece's place in the order of all launches.
+    unfinished: VecDeque<u64>,
     capture: Option<(u64, BTreeSet<NodeId>)>,
+}
+
+impl Stream {
+    /// Finishes its work up to number `work`, as far as it was queued.
+    fn finish_until(&mut self, work: u64) {
+        while self.finished < work.min(self.launched) {
+            self.unfinished.pop_front();
+            self.finished += 1;
+        }
+    }
+
+    fn finish(&mut self) {
+        self.unfinished.clear();
+        self.finished = self.launched;
+    }
 }
 
 impl SimDriver {
@@ -154,7 +179,10 @@ impl SimDriver {
         let node = NodeId(state.fresh_handle());
         let entry = state.streams.entry(stream).or_default();
         match &mut entry.capture {
-            None => entry.launched += 1,
+            None => {
+                entry.launched += 1;
+                entry.unfinished.push_back(node.0);
+            }
             Some((_, terminals)) => {
                 let follows = std::mem::replace(terminals, BTreeSet::from([node]));
                 state.nodes.insert(node, follows.into_iter().collect());
@@ -166,14 +194,26 @@ impl SimDriver {
     /// Finishes all work queued on `stream`.
     pub fn finish(&self, stream: StreamId) {
         if let Some(stream) = self.state().streams.get_mut(&stream) {
-            stream.finished = stream.launched;
+            stream.finish();
         }
+    }
+
+    /// Finishes the piece of work that was queued first among all that are unfinished, on whichever
+    /// stream: the device makes one step. False if there is none.
+    pub fn finish_oldest(&self) -> bool {
+        let mut state = self.state();
+        let queued = state.streams.values_mut().filter(|stream| !stream.unfinished.is_empty());
+        let Some(stream) = queued.min_by_key(|stream| stream.unfinished.front().copied()) else {
+            return false;
+        };
+        stream.finish_until(stream.finished + 1);
+        true
     }
 
     /// Finishes the work on `stream` up to number `work`, as far as it was queued.
     pub fn finish_until(&self, stream: StreamId, work: u64) {
         if let Some(stream) = self.state().streams.get_mut(&stream) {
-            stream.finished = stream.finished.max(work.min(stream.launched));
+            stream.finish_until(work);
         }
     }
 
@@ -242,10 +282,36 @@ impl SimDriver {
         self.config.capacity.saturating_sub(state.held).saturating_sub(tenants)
     }
 
-    /// Bytes held through this driver: plain allocations, and each page once.
+    /// Bytes of the device held through this driver: plain allocations, and each page once.
     #[must_use]
     pub fn held(&self) -> u64 {
         self.state().held
+    }
+
+    /// Bytes of host memory held through this driver: each page once.
+    #[must_use]
+    pub fn held_host(&self) -> u64 {
+        self.state().held_host
+    }
+
+    /// Makes a page, on the device or in host memory.
+    fn make_page(&self, call: Call, bytes: u64, host: bool) -> DriverResult<PageHandle> {
+        let mut state = self.enter(call, bytes)?;
+        if bytes == 0 || !bytes.is_multiple_of(self.config.granularity) {
+            return invalid(call);
+        }
+        let free = if host {
+            self.config.host.saturating_sub(state.held_host)
+        } else {
+            self.free_bytes(&state)
+        };
+        if bytes > free {
+            return Err(DriverError { call, fault: Fault::OutOfMemory });
+        }
+        let page = PageHandle(state.fresh_handle());
+        state.pages.insert(page, Page { bytes, host, mapped: 0 });
+        *state.held_in(host) += bytes;
+        Ok(page)
     }
 
     // ---- scripts and counts ----
@@ -293,6 +359,11 @@ impl State {
     fn fresh_handle(&mut self) -> u64 {
         self.handed_out += 1;
         self.handed_out
+    }
+
+    /// What is held of host memory, or of the device.
+    fn held_in(&mut self, host: bool) -> &mut u64 {
+        if host { &mut self.held_host } else { &mut self.held }
     }
 
     /// Where the next range of `bytes` goes: the scripted place if it is clear, else a fresh one.
@@ -348,9 +419,7 @@ impl State {
     }
 
     fn finish_all(&mut self) {
-        for stream in self.streams.values_mut() {
-            stream.finished = stream.launched;
-        }
+        self.streams.values_mut().for_each(Stream::finish);
     }
 
     /// Waiting and querying are illegal while anything is being captured.
@@ -430,27 +499,20 @@ impl Driver for SimDriver {
     }
 
     fn create(&self, bytes: u64) -> DriverResult<PageHandle> {
-        let call = Call::Create;
-        let mut state = self.enter(call, bytes)?;
-        if bytes == 0 || !bytes.is_multiple_of(self.config.granularity) {
-            return invalid(call);
-        }
-        if bytes > self.free_bytes(&state) {
-            return Err(DriverError { call, fault: Fault::OutOfMemory });
-        }
-        let page = PageHandle(state.fresh_handle());
-        state.pages.insert(page, Page { bytes, mapped: 0 });
-        state.held += bytes;
-        Ok(page)
+        self.make_page(Call::Create, bytes, false)
+    }
+
+    fn create_host(&self, bytes: u64) -> DriverResult<PageHandle> {
+        self.make_page(Call::CreateHost, bytes, true)
     }
 
     fn release(&self, page: PageHandle) -> DriverResult<()> {
         let bytes = self.state().pages.get(&page).map_or(0, |page| page.bytes);
         let mut state = self.enter(Call::Release, bytes)?;
         match state.pages.get(&page) {
-            Some(Page { mapped: 0, .. }) => {
+            Some(&Page { mapped: 0, host, .. }) => {
                 state.pages.remove(&page);
-                state.held -= bytes;
+                *state.held_in(host) -= bytes;
                 Ok(())
             }
             _ => invalid(Call::Release),
@@ -548,7 +610,7 @@ impl Driver for SimDriver {
                 if let Some((stream, launched)) = mark
                     && let Some(stream) = state.streams.get_mut(&stream)
                 {
-                    stream.finished = stream.finished.max(launched);
+                    stream.finish_until(launched);
                 }
                 Ok(())
             }
@@ -560,7 +622,7 @@ impl Driver for SimDriver {
         let mut state = self.enter(Call::StreamSynchronize, 0)?;
         state.refuse_during_capture(Call::StreamSynchronize)?;
         if let Some(stream) = state.streams.get_mut(&stream) {
-            stream.finished = stream.launched;
+            stream.finish();
         }
         Ok(())
     }

@@ -17,6 +17,9 @@ const SLACK: u64 = PIECE / 4;
 
 const STREAM: StreamId = StreamId(0);
 
+/// CUDA's `CUDA_ERROR_NOT_SUPPORTED`.
+const NOT_SUPPORTED: Fault = Fault::Failed(801);
+
 /// Every check that makes legal calls only, and so also passes under
 /// [`CheckedDriver`](crate::CheckedDriver).
 ///
@@ -29,6 +32,7 @@ pub fn check_driver(driver: &impl Driver) {
     check_pages(driver);
     check_moved_page(driver);
     check_shared_page(driver);
+    check_host_pages(driver);
     check_shortage(driver);
     check_events(driver);
 }
@@ -138,6 +142,40 @@ pub fn check_shared_page(driver: &impl Driver) {
         driver.unreserve(range, bytes).expect("an empty range");
     }
     assert_back(driver, before, "release");
+}
+
+/// A page in host memory is put behind a range as others are, and beside them, and takes nothing of the
+/// device's memory.
+/// False, and nothing was checked, where the driver says that the device cannot use them.
+pub fn check_host_pages(driver: &impl Driver) -> bool {
+    let before = free_now(driver);
+    // Twice what the figure of free memory may be off.
+    let bytes = PIECE / 2;
+    let page = match driver.create_host(bytes) {
+        Ok(page) => page,
+        Err(refused) => {
+            assert_eq!(refused.fault, NOT_SUPPORTED, "{refused}");
+            return false;
+        }
+    };
+    let range = reserve(driver, 2 * bytes);
+    driver.map(range, bytes, page).expect("an empty place");
+    driver.set_access(range, bytes).expect("a mapped page");
+    assert_back(driver, before, "a page in host memory");
+    driver.unmap(range, bytes).expect("a mapped page");
+    // With one of the device's in front of it, in one call for both.
+    let unit = driver.properties().granularity;
+    let other = create(driver, unit);
+    driver.map(range, unit, other).expect("an empty place");
+    driver.map(range + unit, bytes, page).expect("an empty place");
+    driver.set_access(range, unit + bytes).expect("two mapped pages");
+    driver.unmap(range, unit + bytes).expect("two mapped pages");
+    for page in [page, other] {
+        driver.release(page).expect("a page that is mapped nowhere");
+    }
+    driver.unreserve(range, 2 * bytes).expect("an empty range");
+    assert_back(driver, before, "release");
+    true
 }
 
 /// More than the device has is refused as a shortage, and the refusal changes nothing.

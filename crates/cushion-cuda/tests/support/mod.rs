@@ -54,8 +54,10 @@ library_functions! {
     standin_contexts() -> u64;
     standin_access(address: u64) -> u64;
     standin_held(device: c_int) -> u64;
+    standin_held_host(device: c_int) -> u64;
     standin_refuse_pages(handles: c_uint, rdma: c_int, code: c_int);
     standin_page_kind(page: u64) -> c_uint;
+    standin_page_node(page: u64) -> c_int;
     standin_launch(device: c_int, stream: u64);
     standin_finish(device: c_int, stream: u64);
     standin_finish_all();
