@@ -5,6 +5,7 @@
 
 use crate::driver::StreamId;
 use crate::history::Context;
+use crate::owner::Owner;
 use crate::pool::PoolIndex;
 use crate::segment::SegmentId;
 use crate::table::{Id, Table};
@@ -23,6 +24,8 @@ pub(crate) enum BlockState {
     Pending,
     /// Addresses with no pages behind them, in the unmapped index of its lane.
     Unmapped,
+    /// A whole plain segment on its way back to the driver, in no index.
+    Leaving,
 }
 
 /// One range of device addresses.
@@ -46,6 +49,8 @@ pub(crate) struct Block {
     pub(crate) uses: Option<Box<Uses>>,
     /// Who asked for it, when history is on.
     pub(crate) context: Context,
+    /// The thread or task that asked for it; stale unless live.
+    pub(crate) owner: Owner,
 }
 
 /// Other streams that used a block.

@@ -6,7 +6,8 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use crate::block::{Block, BlockId, BlockState};
 use crate::driver::Driver;
-use crate::locked::Locked;
+use crate::locked::{Locked, State};
+use crate::pages::PageUse;
 use crate::pool::{PoolId, PoolIndex};
 use crate::segment::{Backing, SegmentId};
 use crate::stats::{StatArray, Stats};
@@ -182,7 +183,7 @@ impl<D: Driver> Locked<'_, D> {
                     let events = waiting.get(&id).copied();
                     ensure!(events == Some(block.events), "{block:?} waits for {events:?} events");
                 }
-                BlockState::Free | BlockState::Unmapped => {
+                BlockState::Free | BlockState::Unmapped | BlockState::Leaving => {
                     ensure!(
                         block.events == 0 && block.uses.is_none(),
                         "{block:?} is idle but used"
@@ -220,19 +221,23 @@ impl<D: Driver> Locked<'_, D> {
                 }
             }
         }
+        let left = &self.state.left_ranges;
+        let in_left_range =
+            |at: u64| left.iter().any(|&(start, size)| (start..start + size).contains(&at));
+        mappings.retain(|&at, _| !(pages.is_stuck(at) && in_left_range(at)));
         ensure!(mappings.is_empty(), "pages at {mappings:x?}, behind no block");
-        let mut held = [0; 2];
+        let mut held = [0; 3];
         let mut addresses = 0;
         let mut stranded = 0;
         for (_, page) in pages.iter() {
-            held[usize::from(page.small)] += page.bytes;
+            held[page.use_ as usize] += page.bytes;
             addresses += page.addresses;
             stranded += usize::from(page.addresses == 0);
         }
         ensure!(addresses as usize == pages.mappings().count(), "mappings and pages disagree");
         ensure!(stranded == pages.stranded(), "{stranded} pages have no address");
         ensure!(
-            held == [pages.held(false), pages.held(true)] && held == self.state.pages_counted,
+            held == PageUse::ALL.map(|use_| pages.held(use_)) && held == self.state.pages_counted,
             "pages of {held:?} bytes, but {:?} counted",
             self.state.pages_counted
         );
@@ -243,7 +248,12 @@ impl<D: Driver> Locked<'_, D> {
     fn check_counters(&self) -> Result<(), Violation> {
         let mut recount = BTreeMap::<(&str, bool), u64>::new();
         let mut add = |name, small, amount| *recount.entry((name, small)).or_default() += amount;
+        let mut spilled = 0;
         for (_, block) in self.state.blocks.iter() {
+            if Self::is_spill(block.pool) {
+                spilled += u64::from(block.state == BlockState::Live);
+                continue;
+            }
             let small = self.state.pools[block.pool].small;
             let plain = self.state.segments[block.segment].is_plain();
             let live = block.state == BlockState::Live;
@@ -267,9 +277,17 @@ impl<D: Driver> Locked<'_, D> {
             add("reserved_bytes", small, segment.size);
         }
         for small in [true, false] {
-            add("reserved_bytes", small, self.state.pages.held(small));
+            add("reserved_bytes", small, self.state.pages.held(PageUse::of(small)));
         }
         let stats = self.counters.read(self.lanes);
+        ensure!(
+            (stats.spilled_allocation.current, stats.spilled_bytes.current)
+                == (spilled, self.state.pages.held(PageUse::Host)),
+            "{:?} and {:?}, a recount gives {spilled} allocations",
+            stats.spilled_allocation,
+            stats.spilled_bytes
+        );
+        self.check_queue()?;
         let arrays: [(&str, &StatArray); 9] = [
             ("allocation", &stats.allocation),
             ("segment", &stats.segment),
@@ -298,7 +316,10 @@ impl<D: Driver> Locked<'_, D> {
         }
         self.check_private_pools(&stats)?;
         let oversize = |size: u64| self.is_oversize(size);
-        let blocks = self.state.live.values().filter(|&&id| oversize(self.state.blocks[id].size));
+        let blocks = self.state.live.values().filter(|&&id| {
+            let block = &self.state.blocks[id];
+            oversize(block.size) && !Self::is_spill(block.pool)
+        });
         ensure!(
             stats.oversize_allocations.current == blocks.count() as u64,
             "oversize_allocations.current is {}",
@@ -309,6 +330,17 @@ impl<D: Driver> Locked<'_, D> {
             stats.oversize_segments.current == segments.count() as u64,
             "oversize_segments.current is {}",
             stats.oversize_segments.current
+        );
+        Ok(())
+    }
+
+    /// Those who wait, and injected failures, are seen by every allocation.
+    fn check_queue(&self) -> Result<(), Violation> {
+        let State { queue, attention, injection, .. } = &*self.state;
+        ensure!(
+            *attention == (!queue.is_empty() || injection.is_some()),
+            "{} wait, but attention is {attention}",
+            queue.len()
         );
         Ok(())
     }

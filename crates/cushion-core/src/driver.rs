@@ -46,8 +46,12 @@ pub use sim::{CallCounts, SimConfig, SimDriver};
 use std::fmt;
 use std::sync::Arc;
 
+use serde::{Deserialize, Serialize};
+
 /// A CUDA stream, by its raw handle. Zero is the default stream.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
+#[derive(
+    Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default, Serialize, Deserialize,
+)]
 pub struct StreamId(pub u64);
 
 /// A physical page, by its raw handle.
@@ -71,6 +75,9 @@ pub struct Properties {
     pub total: u64,
     /// Smallest size of a page; page sizes are multiples of it.
     pub granularity: u64,
+    /// What a process takes of the device beside the memory it asks for, at most: its context and its
+    /// code. What is used beyond that, and is not the engine's, other processes hold.
+    pub process_overhead: u64,
 }
 
 /// What the device reports of its memory now, other processes included.

@@ -1,23 +1,30 @@
 //! The front door: one engine per device.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, TryLockError};
 
 use rustc_hash::FxHashMap;
 
 use crate::block::{BlockId, BlockTable};
+use crate::callbacks::{CallbackId, Callbacks, Plea};
 use crate::check::Violation;
-use crate::clock::{Clock, VirtualClock};
+use crate::climb::Waited;
+use crate::clock::{Bell, Clock, VirtualClock};
 use crate::driver::{Driver, DriverError, Properties, StreamId};
 use crate::error::{AddressError, AllocError, FractionError, PoolError};
+use crate::future::AllocFuture;
 use crate::history::{Action, Context, Entry, History};
+use crate::inject::Injection;
 use crate::ladder::Ladder;
-use crate::locked::{Locked, State};
+use crate::locked::{Asked, Attempt, Locked, State};
 use crate::options::{NotOurs, Options, OptionsError};
+use crate::owner;
 use crate::pages::PageTable;
 use crate::pending::Pending;
 use crate::policy::Policy;
 use crate::pool::{PoolId, PoolTable};
 use crate::private::StreamFilter;
+use crate::queue::Queue;
+use crate::receipt::{Receipt, Receipts};
 use crate::restore::{HeldSegment, RestoreError};
 use crate::segment::SegmentTable;
 use crate::snapshot::Snapshot;
@@ -37,12 +44,23 @@ use crate::stats::{Counters, Lanes, Stats};
 /// ```
 #[derive(Debug)]
 pub struct Engine<D: Driver> {
-    driver: D,
-    clock: Arc<dyn Clock>,
-    device: Properties,
-    counters: Counters,
+    pub(crate) driver: D,
+    pub(crate) clock: Arc<dyn Clock>,
+    pub(crate) device: Properties,
+    pub(crate) counters: Counters,
     lanes: Lanes,
     state: Mutex<State>,
+    /// Read by those who let the driver wait without the lock above, which a capture forbids; written by
+    /// those after whom a capture may begin. Taken before the lock above.
+    captures: RwLock<()>,
+    pub(crate) callbacks: Callbacks,
+    pub(crate) receipts: Receipts,
+    pub(crate) waited: Waited,
+}
+
+/// Wakes those who wait. No lock may be held.
+pub(crate) fn ring(bells: impl IntoIterator<Item = Arc<Bell>>) {
+    bells.into_iter().for_each(|bell| bell.ring());
 }
 
 /// How to build an [`Engine`] that is not the default one.
@@ -54,12 +72,15 @@ pub struct EngineConfig {
     pub ladder: Ladder,
     /// The clock of history, budgets and backoff.
     pub clock: Arc<dyn Clock>,
+    /// How long requests have waited so far; engines of one process share it.
+    pub waited: Waited,
 }
 
 impl Default for EngineConfig {
     fn default() -> Self {
         let clock = Arc::new(VirtualClock::new());
-        Self { options: Options::default(), ladder: Ladder::Graceful, clock }
+        let waited = Waited::default();
+        Self { options: Options::default(), ladder: Ladder::Graceful, clock, waited }
     }
 }
 
@@ -71,7 +92,7 @@ impl<D: Driver> Engine<D> {
 
     /// An engine as configured. The device is not touched.
     pub fn with_config(driver: D, config: EngineConfig) -> Self {
-        let EngineConfig { options, ladder, clock } = config;
+        let EngineConfig { options, ladder, clock, waited } = config;
         let device = driver.properties();
         let counters = Counters::default();
         counters.max_split_size.set(options.max_split_size.unwrap_or(u64::MAX));
@@ -89,15 +110,29 @@ impl<D: Driver> Engine<D> {
             recording: Vec::new(),
             limit,
             history: History::default(),
-            pages_counted: [0; 2],
+            pages_counted: [0; 3],
+            left_ranges: Vec::new(),
+            queue: Queue::default(),
+            injection: None,
+            attention: false,
         };
-        let state = Mutex::new(state);
-        Self { driver, clock, device, counters, lanes: Lanes::default(), state }
+        Self {
+            driver,
+            clock,
+            device,
+            counters,
+            lanes: Lanes::default(),
+            state: Mutex::new(state),
+            captures: RwLock::new(()),
+            callbacks: Callbacks::default(),
+            receipts: Receipts::default(),
+            waited,
+        }
     }
 
     /// Runs `f` with the lock held. If another thread panicked while it held the lock, what it was
     /// doing may be half done; later calls go on all the same, rather than lose every allocation.
-    fn locked<T>(&self, f: impl FnOnce(Locked<'_, D>) -> T) -> T {
+    pub(crate) fn locked<T>(&self, f: impl FnOnce(Locked<'_, D>) -> T) -> T {
         let mut state = self.lock();
         f(Locked {
             state: &mut state,
@@ -124,6 +159,18 @@ impl<D: Driver> Engine<D> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Until this is dropped, allocations do not begin to go to a private pool, so that no capture begins.
+    pub(crate) fn no_capture_begins(&self) -> RwLockReadGuard<'_, ()> {
+        self.captures.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Changes something that may help those who wait for memory, and wakes them.
+    fn changing<T>(&self, f: impl FnOnce(Locked<'_, D>) -> T) -> T {
+        let result = self.locked(f);
+        ring(self.lock().queue.changed());
+        result
+    }
+
     // ---- memory ----
 
     /// Memory for `bytes` bytes, ready to use on `stream`. Zero bytes give the null address, which
@@ -142,7 +189,11 @@ impl<D: Driver> Engine<D> {
         if bytes == 0 {
             return Ok(0);
         }
-        self.locked(|mut engine| engine.alloc(bytes, stream, context))
+        let asked = Asked { bytes, stream, context, owner: owner::current(), blocks: true };
+        match self.locked(|mut engine| engine.alloc(&asked))? {
+            Attempt::Served(address) => Ok(address),
+            attempt => self.climb(&asked, &attempt),
+        }
     }
 
     /// As [`alloc_for`](Self::alloc_for), but `None` where it would have to wait for other work or give
@@ -156,7 +207,36 @@ impl<D: Driver> Engine<D> {
         if bytes == 0 {
             return Ok(Some(0));
         }
-        self.locked(|mut engine| engine.alloc_at_once(bytes, stream, context))
+        let asked = Asked { bytes, stream, context, owner: owner::current(), blocks: true };
+        self.locked(|mut engine| engine.alloc_at_once(&asked))
+    }
+
+    /// Memory as a future of any runtime. It completes when memory is there, in the order of asking, or
+    /// with an error once its budget is used up. Dropped before that, it gives its place back.
+    pub fn alloc_async(&self, bytes: u64, stream: StreamId) -> AllocFuture<'_, D> {
+        self.alloc_async_for(bytes, stream, Context::NONE)
+    }
+
+    /// As [`alloc_async`](Self::alloc_async), with a tag for history and snapshots.
+    pub fn alloc_async_for(
+        &self,
+        bytes: u64,
+        stream: StreamId,
+        context: Context,
+    ) -> AllocFuture<'_, D> {
+        AllocFuture::new(self, bytes, stream, context)
+    }
+
+    /// Prepares memory ahead: afterwards a request of up to `bytes` bytes on `stream` needs nothing from the
+    /// driver. Climbs the ladder as a request does.
+    pub fn prefetch(&self, bytes: u64, stream: StreamId) -> Result<(), AllocError> {
+        if bytes == 0 || self.would_hit(bytes, stream) {
+            return Ok(());
+        }
+        let address = self.alloc(bytes, stream)?;
+        let freed = self.free(address);
+        debug_assert!(freed.is_ok(), "allocated a moment ago");
+        Ok(())
     }
 
     /// Gives back what [`alloc`](Self::alloc) gave. The memory is reused on its own stream at once,
@@ -170,7 +250,21 @@ impl<D: Driver> Engine<D> {
         if address == 0 {
             return Ok(());
         }
-        self.locked(|mut engine| engine.free(address, context))
+        let (freed, waits) = self.locked(|mut engine| {
+            let freed = engine.free(address, context);
+            (freed, engine.state.attention)
+        });
+        if waits {
+            self.wake();
+        }
+        freed
+    }
+
+    /// Something was given back: wakes those who wait for it.
+    #[cold]
+    fn wake(&self) {
+        let bells = self.lock().queue.changed();
+        ring(bells);
     }
 
     /// Notes that work on `stream` uses the allocation at `address`.
@@ -226,7 +320,7 @@ impl<D: Driver> Engine<D> {
 
     /// Frees what other streams are done with. Allocations do this themselves.
     pub fn process_events(&self) -> Result<(), DriverError> {
-        self.locked(
+        self.changing(
             |mut engine| {
                 if engine.is_recording() { Ok(()) } else { engine.process_events() }
             },
@@ -240,7 +334,7 @@ impl<D: Driver> Engine<D> {
 
     /// As [`empty_cache`](Self::empty_cache), for one private pool that nobody uses any more.
     pub fn empty_cache_of(&self, pool: PoolId) -> Result<(), DriverError> {
-        self.locked(|mut engine| engine.give_back_cached(pool, Context::NONE))
+        self.give_back_cached(pool, Context::NONE)
     }
 
     /// Puts back what an allocator held at some moment: its segments, the live blocks in them, and
@@ -280,17 +374,18 @@ impl<D: Driver> Engine<D> {
         pool: PoolId,
         filter: StreamFilter,
     ) -> Result<(), PoolError> {
+        let _nobody_waits = self.captures.write().unwrap_or_else(PoisonError::into_inner);
         self.locked(|mut engine| engine.begin_pool(pool, filter))
     }
 
     /// Allocations go to `pool` no longer.
     pub fn end_allocate_to_pool(&self, pool: PoolId) -> Result<(), PoolError> {
-        self.locked(|mut engine| engine.end_pool(pool))
+        self.changing(|mut engine| engine.end_pool(pool))
     }
 
     /// Takes one use from `pool`. At the last its memory may be given back.
     pub fn release_pool(&self, pool: PoolId) -> Result<(), PoolError> {
-        self.locked(|mut engine| engine.release_pool(pool))
+        self.changing(|mut engine| engine.release_pool(pool))
     }
 
     /// How many uses a private pool has.
@@ -349,7 +444,12 @@ impl<D: Driver> Engine<D> {
         self.counters.max_split_size.set(most);
         let oversize = |size: u64| size >= most;
         let (allocations, segments) = (
-            state.live.values().filter(|&&id| oversize(state.blocks[id].size)).count(),
+            state
+                .live
+                .values()
+                .map(|&id| &state.blocks[id])
+                .filter(|block| oversize(block.size) && block.pool != PoolTable::SPILL)
+                .count(),
             state.segments.iter().filter(|(_, s)| s.is_plain() && oversize(s.size)).count(),
         );
         self.counters.oversize_allocations.set_current(allocations as u64);
@@ -384,13 +484,72 @@ impl<D: Driver> Engine<D> {
         if !(0.0..=1.0).contains(&fraction) {
             return Err(FractionError(fraction));
         }
-        self.lock().limit = limit_of(fraction, self.device.total);
+        self.set_memory_limit(limit_of(fraction, self.device.total));
         Ok(())
     }
 
     /// Limits this engine to so many bytes.
     pub fn set_memory_limit(&self, limit: Option<u64>) {
-        self.lock().limit = limit;
+        self.changing(|engine| engine.state.limit = limit);
+    }
+
+    // ---- shortages ----
+
+    /// Calls `callback` when memory runs out, those of higher priority first. It may free, and even
+    /// allocate; it is never called with a lock held, and never re-entered.
+    pub fn on_shortage(
+        &self,
+        priority: i32,
+        callback: impl Fn(&Plea) + Send + Sync + 'static,
+    ) -> CallbackId {
+        self.callbacks.add(priority, Box::new(callback))
+    }
+
+    /// Takes a callback away; false if it is gone already. One that runs now runs on.
+    pub fn remove_callback(&self, callback: CallbackId) -> bool {
+        self.callbacks.remove(callback)
+    }
+
+    /// The latest shortages, oldest first.
+    #[must_use]
+    pub fn receipts(&self) -> Vec<Arc<Receipt>> {
+        self.receipts.read()
+    }
+
+    /// The receipt of this number, if it is still kept.
+    #[must_use]
+    pub fn receipt(&self, number: u64) -> Option<Arc<Receipt>> {
+        self.receipts.read().into_iter().find(|receipt| receipt.number == number)
+    }
+
+    /// Keeps so many receipts; 256 to begin with.
+    pub fn keep_receipts(&self, count: usize) {
+        self.receipts.keep(count);
+    }
+
+    /// Calls `listener` with every receipt from now on, on the thread that was short of memory.
+    pub fn on_receipt(&self, listener: impl Fn(&Receipt) + Send + Sync + 'static) {
+        self.receipts.listen(Arc::new(listener));
+    }
+
+    /// Makes allocations fail from now on, to test how a program takes it; `None` ends that. Calls of the
+    /// driver are made to fail by [`Injection::driver_faults`].
+    pub fn inject(&self, injection: Option<Injection>) {
+        let mut state = self.lock();
+        state.injection = injection.filter(Injection::fails_allocations);
+        state.pay_attention();
+    }
+
+    /// How many requests wait for memory now.
+    #[must_use]
+    pub fn waiting(&self) -> usize {
+        self.lock().queue.len()
+    }
+
+    /// How long requests have waited so far, on all engines that share this.
+    #[must_use]
+    pub fn waited(&self) -> &Waited {
+        &self.waited
     }
 
     /// The fraction of the device that this engine may hold.

@@ -1,6 +1,14 @@
-//! What can go wrong, each kind apart: full now, can never fit, driver broken, misuse.
+//! What can go wrong, each kind apart: full now, can never fit, told to give way or to split, driver
+//! broken, misuse.
+
+use std::fmt;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
 
 use crate::driver::{DriverError, StreamId};
+use crate::ladder::Rung;
+use crate::policy::Policy;
 use crate::pool::PoolId;
 use crate::size::display;
 
@@ -14,23 +22,53 @@ pub enum AllocError {
     /// More than the device, or the limit on it, could ever give.
     #[error("out of memory, and it can never fit: {0}")]
     NeverFits(Box<Shortage>),
+    /// Every task that holds memory waits for more, and this one is the least valuable: if it gives back
+    /// what it holds and begins again later, the others can go on.
+    #[error(
+        "out of memory, because all tasks wait for each other: give back what this one holds, and begin again; {0}"
+    )]
+    GiveWay(Box<Shortage>),
+    /// The task is the only one that holds memory, so that nobody else can make room: it can ask for less
+    /// at a time, or give back some of its own.
+    #[error("out of memory, and nobody else holds any: ask for less at a time; {0}")]
+    Split(Box<Shortage>),
     /// The driver failed for another reason than memory.
     #[error(transparent)]
     Driver(#[from] DriverError),
 }
 
-/// The figures behind a refusal.
-#[derive(Debug, Clone, PartialEq, Eq)]
+impl AllocError {
+    /// The figures, where memory ran out.
+    #[must_use]
+    pub fn shortage(&self) -> Option<&Shortage> {
+        match self {
+            Self::FullNow(shortage)
+            | Self::NeverFits(shortage)
+            | Self::GiveWay(shortage)
+            | Self::Split(shortage) => Some(shortage),
+            Self::Driver(_) => None,
+        }
+    }
+}
+
+/// The figures behind a shortage.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Shortage {
+    /// The number of its receipt.
+    pub receipt: u64,
     /// What the caller asked for.
     pub requested: u64,
+    /// The size of the block that would serve it.
+    pub size: u64,
     /// What the engine wanted to get from the device for it; `u64::MAX` if that overflows.
     pub wanted: u64,
     /// The stream it was for.
     pub stream: StreamId,
     /// The pool it was for.
     pub pool: PoolId,
+    /// The policy in force.
+    pub policy: Policy,
     /// Physical memory of the device.
     pub device_total: u64,
     /// What the device reported free, other processes included; `None` if it would not say.
@@ -43,6 +81,8 @@ pub struct Shortage {
     pub allocated: u64,
     /// Bytes given back that wait for another stream.
     pub pending: u64,
+    /// Bytes in host memory, at device addresses.
+    pub spilled: u64,
     /// Free bytes kept for private pools.
     pub private_free: u64,
     /// The largest free block of any pool on any stream.
@@ -50,32 +90,174 @@ pub struct Shortage {
     /// Whether allocations went to a private pool, so that nothing could be given back: a graph
     /// capture may have been under way.
     pub recording: bool,
-    /// What was tried before the refusal, in order.
+    /// Whether the shortage was made up, to test how a program takes it.
+    pub injected: bool,
+    /// What was tried, in order, and what could not be.
     pub tried: Vec<Tried>,
 }
 
-/// A rung that was tried in vain.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct Tried {
-    /// What was done, to complete "Cushion ...".
-    pub what: &'static str,
-    /// Bytes that went back to the driver by it.
-    pub given_back: u64,
-}
+impl Shortage {
+    /// Bytes held and in nobody's use.
+    #[must_use]
+    pub fn cached(&self) -> u64 {
+        self.reserved.saturating_sub(self.allocated).saturating_sub(self.pending)
+    }
 
-impl std::fmt::Display for Tried {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(self.what)?;
-        if self.given_back > 0 {
-            write!(f, " ({})", display(self.given_back))?;
+    /// Bytes of the device that this engine does not hold and that are not free: other processes have them,
+    /// or this one has them past its allocator.
+    #[must_use]
+    pub fn others(&self) -> u64 {
+        let free = self.device_free.unwrap_or(self.device_total);
+        self.device_total.saturating_sub(free).saturating_sub(self.reserved)
+    }
+
+    /// Bytes that could still be got from the device.
+    #[must_use]
+    pub fn room(&self) -> u64 {
+        let allowed = self.allowed.map_or(u64::MAX, |most| most.saturating_sub(self.reserved));
+        self.device_free.unwrap_or(0).min(allowed)
+    }
+
+    /// What would make the request fit, the least change first. Worked out when asked.
+    #[must_use]
+    pub fn remedies(&self) -> Vec<Remedy> {
+        let most = self.allowed.unwrap_or(u64::MAX).min(self.device_total);
+        if self.size > most {
+            return vec![Remedy::More(self.size - most)];
         }
-        Ok(())
+        let mut remedies = Vec::new();
+        let own = self.cached().saturating_add(self.room());
+        if own >= self.size {
+            if self.policy == Policy::Segments && !self.recording {
+                remedies.push(Remedy::Policy(Policy::Expandable));
+            }
+        } else {
+            let missing = self.size - own;
+            if self.pending >= missing {
+                remedies.push(Remedy::Pending(self.pending));
+            }
+            let may_hold = self.allowed.is_none_or(|most| self.reserved + missing <= most);
+            if self.others() >= missing && may_hold {
+                remedies.push(Remedy::Others(self.others()));
+            }
+            remedies.push(Remedy::More(missing));
+        }
+        if self.recording {
+            remedies.push(Remedy::OutsideCapture);
+        }
+        remedies
     }
 }
 
-impl std::fmt::Display for Shortage {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+/// What would make a request fit.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Remedy {
+    /// Another policy: memory enough is there, in pieces.
+    Policy(Policy),
+    /// Time: so many bytes wait for other streams.
+    Pending(u64),
+    /// Other processes hold so many bytes.
+    Others(u64),
+    /// So many bytes more.
+    More(u64),
+    /// To ask before a graph is captured, when memory can be given back.
+    OutsideCapture,
+}
+
+impl fmt::Display for Remedy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Policy(policy) => write!(f, "fits with policy {policy}"),
+            Self::Pending(bytes) => {
+                write!(f, "fits once other streams are done with {}", display(*bytes))
+            }
+            Self::Others(bytes) => {
+                write!(f, "fits without the {} that other processes hold", display(*bytes))
+            }
+            Self::More(bytes) => write!(f, "needs {} more", display(*bytes)),
+            Self::OutsideCapture => write!(f, "cached memory can be used outside a graph capture"),
+        }
+    }
+}
+
+/// One rung: what it won, or why it did not.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct Tried {
+    /// The rung.
+    pub rung: Rung,
+    /// How it ended, the last time.
+    pub ended: Ended,
+    /// Bytes it won: that became free, or that the driver got back.
+    pub won: u64,
+    /// The time it took.
+    #[serde(with = "seconds", rename = "seconds")]
+    pub took: Duration,
+    /// How often it was tried.
+    pub times: u32,
+}
+
+/// How a rung ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Ended {
+    /// It won enough: the request was served.
+    Served,
+    /// It won something, but not enough.
+    TooLittle,
+    /// It won nothing.
+    Nothing,
+    /// What there was time for was not enough.
+    TimeIsUp,
+    /// The driver failed it.
+    Failed,
+    /// It is switched off.
+    Off,
+    /// It is illegal while allocations go to a private pool, where a graph capture may be under way.
+    Illegal,
+    /// An injected failure kept it from being tried.
+    Injected,
+}
+
+impl Ended {
+    /// Whether something was done at all.
+    #[must_use]
+    pub fn was_tried(self) -> bool {
+        !matches!(self, Self::Off | Self::Illegal | Self::Injected)
+    }
+
+    /// For people.
+    #[must_use]
+    pub fn text(self) -> &'static str {
+        match self {
+            Self::Served => "served",
+            Self::TooLittle => "won too little",
+            Self::Nothing => "won nothing",
+            Self::TimeIsUp => "ran out of time",
+            Self::Failed => "failed",
+            Self::Off => "is off",
+            Self::Illegal => "is illegal during a capture",
+            Self::Injected => "kept from trying",
+        }
+    }
+}
+
+impl fmt::Display for Tried {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.rung.deed())?;
+        let millis = self.took.as_millis();
+        match (self.won > 0, millis > 0) {
+            (true, true) => write!(f, " ({} in {millis} ms)", display(self.won)),
+            (true, false) => write!(f, " ({})", display(self.won)),
+            (false, true) => write!(f, " ({millis} ms)"),
+            (false, false) => Ok(()),
+        }
+    }
+}
+
+impl fmt::Display for Shortage {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} asked for", display(self.requested))?;
         if self.wanted == u64::MAX {
             return write!(f, ", more than any device has");
@@ -99,6 +281,9 @@ impl std::fmt::Display for Shortage {
             display(self.pending),
             display(self.largest_free),
         )?;
+        if self.spilled > 0 {
+            write!(f, "; {} more are in host memory", display(self.spilled))?;
+        }
         if self.private_free > 0 {
             write!(f, "; {} are free in private pools", display(self.private_free))?;
         }
@@ -106,13 +291,33 @@ impl std::fmt::Display for Shortage {
             write!(
                 f,
                 "; allocations go to a private pool, where a graph capture may be under way, so \
-                 nothing could be given back"
+                 nothing could be given back or waited for"
             )?;
         }
-        for (index, tried) in self.tried.iter().enumerate() {
+        if self.injected {
+            write!(f, "; this failure was injected")?;
+        }
+        for (index, tried) in self.tried.iter().filter(|tried| tried.ended.was_tried()).enumerate()
+        {
             write!(f, "{} {tried}", if index == 0 { ". Cushion" } else { ", then" })?;
         }
         Ok(())
+    }
+}
+
+/// Durations in JSON: seconds.
+pub(crate) mod seconds {
+    use std::time::Duration;
+
+    use serde::{Deserialize, Deserializer, Serializer, de::Error};
+
+    pub(crate) fn serialize<S: Serializer>(value: &Duration, to: S) -> Result<S::Ok, S::Error> {
+        to.serialize_f64(value.as_secs_f64())
+    }
+
+    pub(crate) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Duration, D::Error> {
+        let seconds = f64::deserialize(from)?;
+        Duration::try_from_secs_f64(seconds).map_err(D::Error::custom)
     }
 }
 

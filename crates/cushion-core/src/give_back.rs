@@ -1,69 +1,192 @@
 //! Giving memory back to the driver: everything cached, just enough, or what is old.
+//!
+//! To free a plain segment, the driver waits for the whole device. No lock is held meanwhile: the segment
+//! is taken out of its pool first, freed, and then forgotten, or put back where the driver would not have
+//! it. Pages do not wait, but the work that used them must be done before they go.
+
+use std::collections::BTreeMap;
 
 use crate::block::{BlockId, BlockState};
-use crate::driver::{Driver, DriverResult};
+use crate::driver::{Driver, DriverResult, StreamId};
+use crate::engine::{Engine, ring};
 use crate::history::{Action, Context};
 use crate::locked::{Locked, State};
 use crate::policy::{GiveBack, Request};
 use crate::pool::{PoolId, PoolIndex, PoolTable};
 
-impl<D: Driver> Locked<'_, D> {
+/// A plain segment on its way back to the driver.
+#[derive(Debug)]
+#[must_use = "it is in no pool until it is released"]
+pub(crate) struct Leaving {
+    block: BlockId,
+    address: u64,
+    bytes: u64,
+}
+
+impl<D: Driver> Engine<D> {
     /// Gives back everything cached that may be: of the default pools and of private pools nobody
     /// uses any more; nothing while allocations go to a private pool, because a capture may be under
-    /// way. With the id of a private pool, only that one, if nobody uses it.
-    pub(crate) fn give_back_cached(&mut self, id: PoolId, context: Context) -> DriverResult<()> {
-        if id == PoolId::DEFAULT && self.is_recording() {
-            return Ok(());
-        }
-        self.state.pages.retry_leftovers(self.driver);
-        self.count_pages(true);
-        self.count_pages(false);
+    /// way. With the id of a private pool, only that one, if nobody uses it. Waits for pending frees first.
+    pub(crate) fn give_back_cached(&self, id: PoolId, context: Context) -> DriverResult<()> {
+        let _no_capture_begins = self.no_capture_begins();
         if id == PoolId::DEFAULT {
-            self.synchronize_events(None)?;
-            self.give_back_pool(PoolTable::LARGE, context)?;
-            self.give_back_pool(PoolTable::SMALL, context)?;
+            if self.locked(|engine| engine.is_recording()) {
+                return Ok(());
+            }
+            self.locked(|mut engine| engine.retry_leftovers());
+            self.finish_pending(None)?;
+            self.give_back_half(id, false, context)?;
+            self.give_back_half(id, true, context)?;
+        } else {
+            self.locked(|mut engine| engine.retry_leftovers());
         }
-        let unused: Vec<PoolId> = self
-            .state
-            .pools
-            .private
-            .iter()
-            .filter(|&(&pool, private)| private.uses == 0 && (id == PoolId::DEFAULT || id == pool))
-            .map(|(&pool, _)| pool)
-            .collect();
-        for pool in unused {
-            if id == pool && !self.is_recording() {
-                self.synchronize_events(Some(pool))?;
+        for pool in self.locked(|engine| engine.unused_pools(id)) {
+            if id == pool && !self.locked(|engine| engine.is_recording()) {
+                self.finish_pending(Some(pool))?;
             }
-            let private = &self.state.pools.private[&pool];
-            let halves = [private.small, private.large];
-            for half in halves {
-                self.give_back_pool(half, context)?;
-            }
-            if halves.iter().all(|&half| self.state.pools[half].segments == 0) {
-                self.state.pools.close_private(pool, self.lanes);
+            self.give_back_half(pool, true, context)?;
+            self.give_back_half(pool, false, context)?;
+            self.locked(|mut engine| engine.close_if_empty(pool));
+        }
+        Ok(())
+    }
+
+    /// Waits for the events that are pending now (of one private pool, if given) and completes the frees
+    /// behind them.
+    fn finish_pending(&self, only: Option<PoolId>) -> DriverResult<()> {
+        let count = self.locked(|engine| {
+            engine.counters.num_sync_all_streams.add(1);
+            engine.state.pending.count()
+        });
+        for _ in 0..count {
+            let Some(first) = self.locked(|mut engine| engine.first_event(only))? else { break };
+            self.driver.event_synchronize(first.1)?;
+            ring(self.locked(|mut engine| {
+                engine.waited_for(first);
+                engine.state.queue.changed()
+            }));
+        }
+        Ok(())
+    }
+
+    /// Gives back what it may of one half of a pool: plain segments first, then pages.
+    fn give_back_half(&self, pool: PoolId, small: bool, context: Context) -> DriverResult<()> {
+        let (leaving, streams) = self.locked(|mut engine| engine.detach_half(pool, small));
+        self.release(leaving, context)?;
+        for stream in streams {
+            // Another thread may queue work on the stream again before the lock is taken.
+            for _ in 0..3 {
+                self.driver.stream_synchronize(stream)?;
+                if self.locked(|mut engine| engine.unmap_lane(pool, small, stream, context))? {
+                    break;
+                }
             }
         }
         Ok(())
     }
 
-    /// Gives back what it may of one pool: plain segments first, then pages.
-    fn give_back_pool(&mut self, pool: PoolIndex, context: Context) -> DriverResult<()> {
-        let free: Vec<BlockId> = self.state.pools[pool].free_blocks().collect();
-        let mut paged = Vec::new();
+    /// Gives segments back to the driver, and returns how many bytes it took. Where it fails, those not
+    /// yet given back are put into their pools again.
+    pub(crate) fn release(&self, leaving: Vec<Leaving>, context: Context) -> DriverResult<u64> {
+        if leaving.is_empty() {
+            return Ok(0);
+        }
+        let mut failed = Ok(());
+        let mut taken = 0;
+        for segment in &leaving {
+            failed = self.driver.free(segment.address);
+            if failed.is_err() {
+                break;
+            }
+            taken += 1;
+        }
+        let (won, bells) = self.locked(|mut engine| {
+            let mut won = 0;
+            for (index, segment) in leaving.into_iter().enumerate() {
+                if index < taken {
+                    won += segment.bytes;
+                    engine.segment_left(&segment, context);
+                } else {
+                    engine.segment_stays(&segment);
+                }
+            }
+            (won, engine.state.queue.changed())
+        });
+        ring(bells);
+        failed.map(|()| won)
+    }
+}
+
+impl<D: Driver> Locked<'_, D> {
+    fn half(&self, pool: PoolId, small: bool) -> Option<PoolIndex> {
+        if pool == PoolId::DEFAULT {
+            return Some(if small { PoolTable::SMALL } else { PoolTable::LARGE });
+        }
+        let private = self.state.pools.private.get(&pool)?;
+        Some(if small { private.small } else { private.large })
+    }
+
+    fn retry_leftovers(&mut self) {
+        self.state.pages.retry_leftovers(self.driver);
+        self.count_pages();
+        self.retry_ranges();
+    }
+
+    /// Private pools that nobody uses any more: all of them, or the one named.
+    fn unused_pools(&self, id: PoolId) -> Vec<PoolId> {
+        let private = self.state.pools.private.iter();
+        let asked_for = |pool: PoolId| id == PoolId::DEFAULT || id == pool;
+        let unused = private.filter(|&(&pool, private)| private.uses == 0 && asked_for(pool));
+        unused.map(|(&pool, _)| pool).collect()
+    }
+
+    fn close_if_empty(&mut self, pool: PoolId) {
+        let halves = [self.half(pool, true), self.half(pool, false)];
+        let mut halves = halves.into_iter().flatten();
+        if self.state.pools.private.contains_key(&pool)
+            && halves.all(|half| self.state.pools[half].segments == 0)
+        {
+            self.state.pools.close_private(pool, self.lanes);
+        }
+    }
+
+    /// Takes the plain segments that may be given back out of half a pool; and the streams that have pages
+    /// to give back there.
+    fn detach_half(&mut self, pool: PoolId, small: bool) -> (Vec<Leaving>, Vec<StreamId>) {
+        let Some(half) = self.half(pool, small) else { return (Vec::new(), Vec::new()) };
+        let free: Vec<BlockId> = self.state.pools[half].free_blocks().collect();
+        let mut leaving = Vec::new();
+        let mut streams = Vec::new();
         for id in free {
             match self.may_give_back(id) {
                 GiveBack::Nothing => {}
-                GiveBack::Segment => {
-                    self.give_back_segment(id, context)?;
-                }
-                GiveBack::Pages { .. } => paged.push(id),
+                GiveBack::Segment => leaving.push(self.detach(id)),
+                GiveBack::Pages { .. } => streams.push(self.state.blocks[id].stream),
             }
         }
-        for id in paged {
+        streams.dedup();
+        (leaving, streams)
+    }
+
+    /// Gives back the pages of one lane; false if its stream is at work.
+    fn unmap_lane(
+        &mut self,
+        pool: PoolId,
+        small: bool,
+        stream: StreamId,
+        context: Context,
+    ) -> DriverResult<bool> {
+        // During a capture, in which nothing may be asked, only a pool that nobody uses gets here.
+        if !self.is_recording() && !self.is_idle(stream)? {
+            return Ok(false);
+        }
+        let Some(half) = self.half(pool, small) else { return Ok(true) };
+        let Some(lane) = self.state.pools[half].lane(stream) else { return Ok(true) };
+        let free: Vec<BlockId> = lane.free().iter().map(|(_, _, id)| id).collect();
+        for id in free {
             self.unmap_block(id, context)?;
         }
-        Ok(())
+        Ok(true)
     }
 
     fn may_give_back(&self, id: BlockId) -> GiveBack {
@@ -72,26 +195,139 @@ impl<D: Driver> Locked<'_, D> {
         view.segments[block.segment].policy.rules().give_back(view, block)
     }
 
-    /// Gives back enough blocks that are too large to be split for the driver to serve the request;
-    /// false if there are not enough of them. Never of a private pool: a graph may use them.
-    pub(crate) fn give_back_oversize(
-        &mut self,
-        request: &Request,
-        context: Context,
-    ) -> DriverResult<bool> {
-        let Some(max_split) = self.state.options.max_split_size else { return Ok(false) };
-        if self.state.pools[request.pool].id != PoolId::DEFAULT {
+    /// Bytes held and in nobody's use.
+    pub(crate) fn cached(&self) -> u64 {
+        self.reserved().saturating_sub(self.counters.active_bytes.current())
+    }
+
+    /// Bytes that could still be got from the device.
+    fn room(&self) -> DriverResult<u64> {
+        let free = self.driver.memory_info()?.free;
+        let allowed =
+            self.state.limit.map_or(u64::MAX, |limit| limit.saturating_sub(self.reserved()));
+        Ok(free.min(allowed))
+    }
+
+    /// What could be given back now, each with its bytes: whole free segments, and pages of streams that
+    /// are not at work.
+    fn candidates(&mut self) -> DriverResult<Vec<(u64, BlockId)>> {
+        let mut halves = vec![PoolTable::LARGE, PoolTable::SMALL];
+        for pool in self.unused_pools(PoolId::DEFAULT) {
+            halves.extend([self.half(pool, false), self.half(pool, true)].into_iter().flatten());
+        }
+        let mut idle: BTreeMap<StreamId, bool> = BTreeMap::new();
+        let mut found = Vec::new();
+        for half in halves {
+            let free: Vec<BlockId> = self.state.pools[half].free_blocks().collect();
+            for id in free {
+                let block = &self.state.blocks[id];
+                let (size, stream) = (block.size, block.stream);
+                match self.may_give_back(id) {
+                    GiveBack::Nothing => {}
+                    GiveBack::Segment => found.push((size, id)),
+                    GiveBack::Pages { start, end } => {
+                        let is_idle = match idle.get(&stream) {
+                            Some(&known) => known,
+                            None => self.is_idle(stream)?,
+                        };
+                        idle.insert(stream, is_idle);
+                        if is_idle {
+                            found.push((end - start, id));
+                        }
+                    }
+                }
+            }
+        }
+        Ok(found)
+    }
+
+    /// Whether pages could be given back if their stream were not at work.
+    pub(crate) fn has_busy_pages(&mut self) -> DriverResult<bool> {
+        let mut streams = Vec::new();
+        for half in [PoolTable::LARGE, PoolTable::SMALL] {
+            for id in self.state.pools[half].free_blocks() {
+                if matches!(self.may_give_back(id), GiveBack::Pages { .. }) {
+                    streams.push(self.state.blocks[id].stream);
+                }
+            }
+        }
+        streams.sort_unstable();
+        streams.dedup();
+        for stream in streams {
+            if !self.is_idle(stream)? {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
+    /// Whether giving back would make room for the request now.
+    pub(crate) fn giving_back_helps(&mut self, request: &Request) -> DriverResult<bool> {
+        let room = self.room()?;
+        if room.saturating_add(self.cached()) < request.size {
             return Ok(false);
         }
+        let most: u64 = self.candidates()?.iter().map(|&(bytes, _)| bytes).sum();
+        Ok(most > 0 && room.saturating_add(most) >= request.size)
+    }
+
+    /// Gives back just enough for the driver to serve the request, or nothing if there is not enough: the
+    /// smallest piece that will do, or else the largest ones. Pages go at once; segments are returned.
+    /// With `all` everything goes.
+    pub(crate) fn give_back_enough(
+        &mut self,
+        request: &Request,
+        all: bool,
+        context: Context,
+    ) -> DriverResult<(Vec<Leaving>, u64)> {
+        let room = self.room()?;
+        let mut candidates = self.candidates()?;
+        let most: u64 = candidates.iter().map(|&(bytes, _)| bytes).sum();
+        if most == 0 || room.saturating_add(most) < request.size {
+            return Ok((Vec::new(), 0));
+        }
+        let missing = request.wanted.saturating_sub(room);
+        candidates.sort_unstable();
+        if !all {
+            let one = candidates.partition_point(|&(bytes, _)| bytes < missing);
+            if one < candidates.len() {
+                candidates = vec![candidates[one]];
+            } else {
+                let mut sum = 0_u64;
+                candidates.reverse();
+                let until = candidates.iter().position(|&(bytes, _)| {
+                    sum += bytes;
+                    sum >= missing
+                });
+                candidates.truncate(until.map_or(candidates.len(), |last| last + 1));
+            }
+        }
+        let before = self.reserved();
+        let mut leaving = Vec::new();
+        for (_, id) in candidates {
+            match self.may_give_back(id) {
+                GiveBack::Segment => leaving.push(self.detach(id)),
+                _ => self.unmap_block(id, context)?,
+            }
+        }
+        Ok((leaving, before.saturating_sub(self.reserved())))
+    }
+
+    /// Takes enough blocks that are too large to be split out of their pool for the driver to serve the
+    /// request; and whether they are enough. Never of a private pool: a graph may use them.
+    pub(crate) fn detach_oversize(&mut self, request: &Request) -> (Vec<Leaving>, bool) {
+        let Some(max_split) = self.state.options.max_split_size else { return (Vec::new(), false) };
+        if self.state.pools[request.pool].id != PoolId::DEFAULT {
+            return (Vec::new(), false);
+        }
         let Some(lane) = self.state.pools[request.pool].lane(request.stream) else {
-            return Ok(false);
+            return (Vec::new(), false);
         };
         let enough = request.size.max(max_split);
         let is_whole = |id: &BlockId| self.may_give_back(*id) == GiveBack::Segment;
         let one = lane.free().at_least(enough).next().filter(is_whole);
         if let Some(id) = one {
-            self.give_back_segment(id, context)?;
-            return Ok(true);
+            return (vec![self.detach(id)], true);
         }
         let mut won = 0;
         let mut chosen = Vec::new();
@@ -105,17 +341,14 @@ impl<D: Driver> Locked<'_, D> {
                 chosen.push(id);
             }
         }
-        for id in chosen {
-            self.give_back_segment(id, context)?;
-        }
-        Ok(won >= enough)
+        (chosen.into_iter().map(|id| self.detach(id)).collect(), won >= enough)
     }
 
-    /// Gives back blocks that have not been used for longer than the average, while more than the
-    /// threshold is held. Never waits.
-    pub(crate) fn collect_garbage(&mut self, context: Context) -> DriverResult<()> {
+    /// Takes blocks that have not been used for longer than the average out of their pool, while more than
+    /// the threshold is held.
+    pub(crate) fn detach_garbage(&mut self) -> Vec<Leaving> {
         let threshold = self.state.options.garbage_collection_threshold;
-        let Some(limit) = self.state.limit.filter(|_| threshold > 0.0) else { return Ok(()) };
+        let Some(limit) = self.state.limit.filter(|_| threshold > 0.0) else { return Vec::new() };
         #[expect(
             clippy::cast_precision_loss,
             clippy::cast_possible_truncation,
@@ -124,7 +357,7 @@ impl<D: Driver> Locked<'_, D> {
         )]
         let keep = (threshold * limit as f64) as u64;
         let Some(target) = self.reserved().checked_sub(keep).filter(|&target| target > 0) else {
-            return Ok(());
+            return Vec::new();
         };
         let age = |state: &State, id: BlockId| {
             state.pools[PoolTable::LARGE].searches - state.blocks[id].free_since
@@ -141,6 +374,7 @@ impl<D: Driver> Locked<'_, D> {
             }
         }
         let mut won = 0;
+        let mut leaving = Vec::new();
         let mut progress = true;
         while won < target && progress && count > 0 {
             #[expect(clippy::cast_precision_loss, reason = "an average of counts")]
@@ -158,50 +392,59 @@ impl<D: Driver> Locked<'_, D> {
                     won += self.state.blocks[id].size;
                     total_age -= old;
                     count -= 1;
-                    self.give_back_segment(id, context)?;
+                    leaving.push(self.detach(id));
                 } else {
                     kept.push(id);
                 }
             }
             candidates = kept;
         }
-        Ok(())
+        leaving
     }
 
-    /// Gives back a plain segment whose only block is free. On failure nothing has changed.
-    fn give_back_segment(&mut self, id: BlockId, context: Context) -> DriverResult<()> {
-        let block = &self.state.blocks[id];
+    /// Takes a plain segment whose only block is free out of its pool.
+    fn detach(&mut self, id: BlockId) -> Leaving {
+        let State { blocks, pools, .. } = &mut *self.state;
+        let block = &mut blocks[id];
         debug_assert!(block.is_free() && !block.is_split());
-        let (address, size) = (block.address, block.size);
-        let (pool, stream, segment) = (block.pool, block.stream, block.segment);
-        self.driver.free(address)?;
+        block.state = BlockState::Leaving;
+        let (address, bytes) = (block.address, block.size);
+        pools[block.pool].lane_mut(block.stream).remove_free(bytes, address);
+        Leaving { block: id, address, bytes }
+    }
+
+    /// The driver would not have a segment: it is as free as before.
+    fn segment_stays(&mut self, segment: &Leaving) {
+        self.insert_free(segment.block);
+    }
+
+    /// The driver took a segment.
+    fn segment_left(&mut self, segment: &Leaving, context: Context) {
+        let &Leaving { block: id, address, bytes } = segment;
         let State { blocks, segments, pools, .. } = &mut *self.state;
-        pools[pool].lane_mut(stream).remove_free(size, address);
+        let block = blocks.remove(id);
+        let (pool, stream) = (block.pool, block.stream);
         pools[pool].segments -= 1;
-        blocks.remove(id);
-        let context = if context == Context::NONE { segments[segment].context } else { context };
-        segments.remove(segment);
+        let segment = segments.remove(block.segment);
+        let context = if context == Context::NONE { segment.context } else { context };
         let (private, small) = (pools[pool].id, pools[pool].small);
         self.counters.segment.decrease(small, 1);
-        self.counters.reserved_bytes.decrease(small, size);
-        self.counters.reserved_by_private.decrease(private, small, size);
-        if self.is_oversize(size) {
+        self.counters.reserved_bytes.decrease(small, bytes);
+        self.counters.reserved_by_private.decrease(private, small, bytes);
+        if self.is_oversize(bytes) {
             self.counters.oversize_segments.decrease(1);
         }
         self.counters.num_device_free.add(1);
-        self.record(Action::SegmentFree, address, size, (stream, pool), context);
-        Ok(())
+        self.record(Action::SegmentFree, address, bytes, (stream, pool), context);
     }
 
     /// Takes away and gives back the pages that lie wholly in a free block; then, if nothing of the
     /// segment is mapped any more, its addresses too. Where the driver fails half-way, what was
-    /// unmapped so far is.
+    /// unmapped so far is. The work that used the pages must be done.
     fn unmap_block(&mut self, id: BlockId, context: Context) -> DriverResult<()> {
         let GiveBack::Pages { start, end } = self.may_give_back(id) else { return Ok(()) };
         let block = &self.state.blocks[id];
         let (pool, stream) = (block.pool, block.stream);
-        // Unmapping does not wait for the work that used the pages.
-        self.driver.stream_synchronize(stream)?;
         let mut at = start;
         let mut failed = Ok(());
         while at < end {
@@ -215,7 +458,7 @@ impl<D: Driver> Locked<'_, D> {
         if at > start {
             self.mark_unmapped(id, start, at);
             let (private, small) = (self.state.pools[pool].id, self.state.pools[pool].small);
-            self.count_pages(small);
+            self.count_pages();
             self.counters.reserved_by_private.decrease(private, small, at - start);
             self.counters.num_device_free.add(1);
             self.record(Action::SegmentUnmap, start, at - start, (stream, pool), context);
@@ -264,7 +507,7 @@ impl<D: Driver> Locked<'_, D> {
         let (address, size, pool) = (block.address, block.size, block.pool);
         let (stream, segment) = (block.stream, block.segment);
         let unstuck = self.state.pages.unstick(self.driver, address..address + size);
-        self.count_pages(self.state.pools[pool].small);
+        self.count_pages();
         unstuck?;
         self.driver.unreserve(address, size)?;
         let State { blocks, segments, pools, .. } = &mut *self.state;

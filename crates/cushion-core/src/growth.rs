@@ -4,6 +4,8 @@ use crate::block::{Block, BlockId, BlockState};
 use crate::driver::{Driver, DriverResult};
 use crate::history::{Action, Context};
 use crate::locked::{Locked, State};
+use crate::owner::Owner;
+use crate::pages::PageUse;
 use crate::policy::{Policy, Request, Source};
 use crate::segment::{Backing, Segment};
 use crate::size::round_up;
@@ -78,7 +80,7 @@ impl<D: Driver> Locked<'_, D> {
     }
 
     /// Enters a segment with one block over all of it, which is in no index yet.
-    fn add_segment(
+    pub(crate) fn add_segment(
         &mut self,
         address: u64,
         size: u64,
@@ -106,6 +108,7 @@ impl<D: Driver> Locked<'_, D> {
             events: 0,
             uses: None,
             context: Context::NONE,
+            owner: Owner::NOBODY,
         })
     }
 
@@ -150,8 +153,9 @@ impl<D: Driver> Locked<'_, D> {
         };
         let small = self.state.pools[pool].small;
         let bytes = round_up(bytes, page_size).expect("the segment has room");
-        let mapped = self.state.pages.map_fresh(self.driver, address, bytes, page_size, small);
-        self.count_pages(small);
+        let mapped =
+            self.state.pages.map_fresh(self.driver, address, bytes, page_size, PageUse::of(small));
+        self.count_pages();
         if unless_full(mapped)?.is_none() {
             return Ok(false);
         }
@@ -176,20 +180,28 @@ impl<D: Driver> Locked<'_, D> {
     }
 
     /// Brings the figures up to date with the page table.
-    pub(crate) fn count_pages(&mut self, small: bool) {
-        let (held, counted) =
-            (self.state.pages.held(small), &mut self.state.pages_counted[usize::from(small)]);
-        if held > *counted {
-            self.counters.reserved_bytes.increase(small, held - *counted);
-        } else if held < *counted {
-            self.counters.reserved_bytes.decrease(small, *counted - held);
+    pub(crate) fn count_pages(&mut self) {
+        for use_ in PageUse::ALL {
+            let held = self.state.pages.held(use_);
+            let counted = std::mem::replace(&mut self.state.pages_counted[use_ as usize], held);
+            let (more, less) = (held.saturating_sub(counted), counted.saturating_sub(held));
+            match use_ {
+                PageUse::Host if more > 0 => self.counters.spilled_bytes.increase(more),
+                PageUse::Host if less > 0 => self.counters.spilled_bytes.decrease(less),
+                _ if more > 0 => {
+                    self.counters.reserved_bytes.increase(use_ == PageUse::Small, more);
+                }
+                _ if less > 0 => {
+                    self.counters.reserved_bytes.decrease(use_ == PageUse::Small, less);
+                }
+                _ => {}
+            }
         }
-        *counted = held;
     }
 }
 
 /// Tells a shortage, `None`, apart from a broken driver.
-fn unless_full<T>(result: DriverResult<T>) -> DriverResult<Option<T>> {
+pub(crate) fn unless_full<T>(result: DriverResult<T>) -> DriverResult<Option<T>> {
     match result {
         Ok(value) => Ok(Some(value)),
         Err(error) if error.is_out_of_memory() => Ok(None),

@@ -6,11 +6,15 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
+use serde::{Deserialize, Serialize};
+
 use crate::driver::StreamId;
 use crate::pool::PoolId;
 
 /// An opaque tag the caller gives to an allocation, such as the number of a recorded stack.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default)]
+#[derive(
+    Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default, Serialize, Deserialize,
+)]
 pub struct Context(pub u64);
 
 impl Context {

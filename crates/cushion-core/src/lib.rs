@@ -7,9 +7,11 @@
 //! 2. `size.rs`: the request is rounded; `pool.rs`, `private.rs`: its pool is chosen.
 //! 3. `pending.rs`: if frees wait for other streams, those that are done are completed.
 //! 4. `policy/`: the policy chooses a free block of the pool's lane for the stream. A hit goes to 7.
-//! 5. `ladder.rs`: a miss climbs the ladder; its first step asks the driver,
-//! 6. `growth.rs`: for a plain segment, or for pages; `give_back.rs` gives back what is cached if
-//!    memory ran out.
+//! 5. `climb.rs`: a miss climbs the ladder of `ladder.rs`, step by step and without the lock between
+//!    them; its first step asks the driver,
+//! 6. `growth.rs`: for a plain segment, or for pages. If memory ran out, `borrow.rs` looks elsewhere,
+//!    `give_back.rs` gives back what is cached, `queue.rs` waits for others, `spill.rs` uses the host's;
+//!    `receipt.rs` keeps the record.
 //! 7. `locked.rs`: the block is cut to size and handed out; `stats.rs` counts it and `history.rs`
 //!    notes it.
 //!
@@ -22,41 +24,59 @@ pub mod options;
 pub mod size;
 pub mod testing;
 
+mod backoff;
 mod block;
+mod borrow;
 mod bytes;
+mod callbacks;
 mod check;
+mod climb;
 mod clock;
 mod engine;
 mod error;
 mod free_index;
+mod future;
 mod give_back;
 mod growth;
 mod history;
+mod inject;
 mod ladder;
 mod locked;
+mod owner;
 mod pages;
 mod pending;
 mod policy;
 mod pool;
 mod private;
+mod queue;
+mod receipt;
 mod restore;
 mod segment;
 mod snapshot;
+mod spill;
 mod stats;
 mod table;
 
 pub use bytes::parse_bytes;
+pub use callbacks::{CallbackId, Plea};
 pub use check::Violation;
-pub use clock::{Clock, VirtualClock};
+pub use climb::Waited;
+pub use clock::{Bell, Clock, VirtualClock};
 pub use driver::{CheckedDriver, Driver, DriverError, SimConfig, SimDriver, StreamId};
 pub use engine::{Engine, EngineConfig};
-pub use error::{AddressError, AllocError, FractionError, PoolError, Shortage, Tried};
+pub use error::{
+    AddressError, AllocError, Ended, FractionError, PoolError, Remedy, Shortage, Tried,
+};
+pub use future::AllocFuture;
 pub use history::{Action, Context, Entry};
-pub use ladder::Ladder;
+pub use inject::{Faults, Injection, InjectionError};
+pub use ladder::{Ladder, Rung, RungSet};
 pub use options::Options;
+pub use owner::{Owner, Task, Working, budget, priority, set_budget, set_priority};
 pub use policy::Policy;
 pub use pool::PoolId;
 pub use private::StreamFilter;
+pub use receipt::{Group, Holder, Outcome, Receipt};
 pub use restore::{HeldBlock, HeldSegment, RestoreError};
 pub use snapshot::{BlockFigures, BlockUse, SegmentFigures, Snapshot};
 pub use stats::{LaneFigures, Stat, StatArray, Stats};

@@ -1,20 +1,25 @@
 //! The engine while its lock is held: the path of an allocation that finds a free block, and of a
 //! free that nobody waits for. Everything slower is in the files named after it.
 
+use std::time::Duration;
+
 use rustc_hash::FxHashMap;
 
 use crate::block::{BlockId, BlockState, BlockTable};
 use crate::clock::Clock;
-use crate::driver::{Driver, Properties, StreamId};
+use crate::driver::{Driver, DriverResult, Properties, StreamId};
 use crate::error::{AddressError, AllocError};
 use crate::history::{Action, Context, Entry, History};
-use crate::ladder::Ladder;
+use crate::inject::{Injected, Injection};
+use crate::ladder::{Ladder, Rung};
 use crate::options::Options;
+use crate::owner::{self, Owner};
 use crate::pages::PageTable;
 use crate::pending::Pending;
 use crate::policy::{Policy, Request, View};
 use crate::pool::{PoolIndex, PoolTable};
 use crate::private::Recording;
+use crate::queue::{Asker, Queue};
 use crate::segment::SegmentTable;
 use crate::size::{block_size, is_small, segment_size};
 use crate::stats::{Counters, Lanes};
@@ -39,7 +44,38 @@ pub(crate) struct State {
     pub(crate) limit: Option<u64>,
     pub(crate) history: History,
     /// What of the page table is in the figures already.
-    pub(crate) pages_counted: [u64; 2],
+    pub(crate) pages_counted: [u64; 3],
+    /// Ranges of addresses that no block is in, and that the driver would not take back so far.
+    pub(crate) left_ranges: Vec<(u64, u64)>,
+    pub(crate) queue: Queue,
+    /// What is made to fail, if anything.
+    pub(crate) injection: Option<Injection>,
+    /// Whether an allocation has to look whether somebody waits, or a failure is injected.
+    pub(crate) attention: bool,
+}
+
+/// What somebody asked for.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Asked {
+    /// Not zero.
+    pub(crate) bytes: u64,
+    pub(crate) stream: StreamId,
+    pub(crate) context: Context,
+    pub(crate) owner: Owner,
+    /// A thread waits for it and does nothing else, as opposed to a future.
+    pub(crate) blocks: bool,
+}
+
+/// How far a request got with the lock held.
+#[derive(Debug)]
+pub(crate) enum Attempt {
+    Served(u64),
+    /// No free block serves it.
+    Miss,
+    /// Others who wait come first.
+    Queue,
+    /// It is made to fail.
+    Injected(Injected),
 }
 
 /// The engine, locked.
@@ -61,6 +97,11 @@ pub(crate) struct Found {
 }
 
 impl State {
+    /// Somebody waits who did not, or the other way round; or what is injected changed.
+    pub(crate) fn pay_attention(&mut self) {
+        self.attention = !self.queue.is_empty() || self.injection.is_some();
+    }
+
     pub(crate) fn view(&self, device: Properties) -> View<'_> {
         let Self { blocks, segments, options, .. } = self;
         View { blocks, segments, options, device }
@@ -70,40 +111,35 @@ impl State {
 impl<D: Driver> Locked<'_, D> {
     // ---- allocation ----
 
-    /// Serves a request; `requested` is not zero.
-    pub(crate) fn alloc(
-        &mut self,
-        requested: u64,
-        stream: StreamId,
-        context: Context,
-    ) -> Result<u64, AllocError> {
-        let request = self.begin(requested, stream, context)?;
+    /// Serves a request from a free block, if there is one.
+    pub(crate) fn alloc(&mut self, asked: &Asked) -> Result<Attempt, AllocError> {
+        self.begin(asked.stream)?;
+        if self.state.attention
+            && let Some(held_up) = self.hold_up(asked)
+        {
+            return Ok(held_up);
+        }
+        let request = self.request(asked.bytes, asked.stream, asked.owner);
         let policy = self.state.policy;
-        let found = match self.search(&request, policy) {
-            Some(block) => self.hit(block, policy),
-            None => {
-                let found = self.climb(&request, policy, context)?;
-                self.counters.misses.add(1);
-                found
-            }
-        };
-        Ok(self.hand_out(found, &request, context))
+        let Some(block) = self.search(&request, policy) else { return Ok(Attempt::Miss) };
+        let found = self.hit(block, policy);
+        Ok(Attempt::Served(self.hand_out(found, &request, asked.context)))
     }
 
-    /// As [`alloc`](Self::alloc), but `None` where more is needed than a free block or one question to the
-    /// driver.
-    pub(crate) fn alloc_at_once(
-        &mut self,
-        requested: u64,
-        stream: StreamId,
-        context: Context,
-    ) -> Result<Option<u64>, AllocError> {
-        let request = self.begin(requested, stream, context)?;
+    /// As [`alloc`](Self::alloc), and asks the driver too; but `None` where more is needed than that.
+    pub(crate) fn alloc_at_once(&mut self, asked: &Asked) -> Result<Option<u64>, AllocError> {
+        let &Asked { bytes, stream, context, owner, .. } = asked;
+        self.begin(stream)?;
+        if self.state.attention {
+            // Whoever waits may have to come first, and what is injected strikes once.
+            return Ok(None);
+        }
+        let request = self.request(bytes, stream, owner);
         let policy = self.state.policy;
         let found = if let Some(block) = self.choose(&request, policy) {
             self.count_search(&request);
             self.hit(block, policy)
-        } else if self.is_collecting_garbage() {
+        } else if self.is_collecting_garbage() || request.wanted > self.device.total {
             // Memory may have to be given back before the driver is asked.
             return Ok(None);
         } else {
@@ -114,17 +150,8 @@ impl<D: Driver> Locked<'_, D> {
         Ok(Some(self.hand_out(found, &request, context)))
     }
 
-    /// The request, if it can ever fit. Frees that other streams are done with are completed first.
-    fn begin(
-        &mut self,
-        requested: u64,
-        stream: StreamId,
-        context: Context,
-    ) -> Result<Request, AllocError> {
-        let request = self.request(requested, stream);
-        if request.wanted > self.device.total {
-            return Err(self.refuse(&request, context, Vec::new()));
-        }
+    /// Completes frees that other streams are done with.
+    pub(crate) fn begin(&mut self, stream: StreamId) -> DriverResult<()> {
         if self.is_recording() {
             // Events may not be queried during a capture.
             if self.state.options.graph_capture_record_stream_reuse {
@@ -133,7 +160,40 @@ impl<D: Driver> Locked<'_, D> {
         } else if !self.state.pending.is_empty() {
             self.process_events()?;
         }
-        Ok(request)
+        Ok(())
+    }
+
+    /// Whether a failure is injected here, or others come first.
+    #[cold]
+    fn hold_up(&mut self, asked: &Asked) -> Option<Attempt> {
+        if owner::is_in_callback() {
+            return None;
+        }
+        if let Some(injection) = &mut self.state.injection
+            && let Some(injected) = injection.strike(asked.bytes)
+        {
+            return Some(Attempt::Injected(injected));
+        }
+        let &Asked { owner, blocks, .. } = asked;
+        let asker = Asker { ticket: u64::MAX, owner, priority: owner::priority(), blocks };
+        if self.state.queue.is_empty() || !self.may_wait() {
+            return None;
+        }
+        if !self.may_try(&asker) {
+            return Some(Attempt::Queue);
+        }
+        self.state.queue.served(&asker);
+        None
+    }
+
+    /// Whether requests of this thread wait at all.
+    fn may_wait(&self) -> bool {
+        let options = &self.state.options;
+        let budget = owner::budget().unwrap_or(Duration::from_millis(options.wait_ms));
+        !budget.is_zero()
+            && self.state.ladder == Ladder::Graceful
+            && !options.skip_rungs.contains(Rung::Wait)
+            && !self.is_recording()
     }
 
     fn hit(&self, block: BlockId, policy: Policy) -> Found {
@@ -142,7 +202,7 @@ impl<D: Driver> Locked<'_, D> {
     }
 
     /// Sizes and pool of a request; sizes that overflow are the largest there are.
-    fn request(&self, requested: u64, stream: StreamId) -> Request {
+    pub(crate) fn request(&self, requested: u64, stream: StreamId, owner: Owner) -> Request {
         let options = &self.state.options;
         let size = block_size(requested, options);
         let wanted = size.and_then(|size| segment_size(size, options));
@@ -154,6 +214,7 @@ impl<D: Driver> Locked<'_, D> {
             stream,
             pool: self.pool_for(small, stream),
             small,
+            owner,
         }
     }
 
@@ -169,17 +230,18 @@ impl<D: Driver> Locked<'_, D> {
         }
     }
 
-    fn choose(&self, request: &Request, policy: Policy) -> Option<BlockId> {
+    pub(crate) fn choose(&self, request: &Request, policy: Policy) -> Option<BlockId> {
         let lane = self.state.pools[request.pool].lane(request.stream)?;
         policy.rules().choose(self.state.view(self.device), lane, request.size)
     }
 
     pub(crate) fn would_hit(&self, requested: u64, stream: StreamId) -> bool {
-        self.choose(&self.request(requested, stream), self.state.policy).is_some()
+        let request = self.request(requested, stream, Owner::NOBODY);
+        self.choose(&request, self.state.policy).is_some()
     }
 
     /// Cuts the block to size, if the policy splits it, and hands it out.
-    fn hand_out(&mut self, found: Found, request: &Request, context: Context) -> u64 {
+    pub(crate) fn hand_out(&mut self, found: Found, request: &Request, context: Context) -> u64 {
         let Found { block: id, policy } = found;
         let view = self.state.view(self.device);
         let block = &view.blocks[id];
@@ -232,10 +294,15 @@ impl<D: Driver> Locked<'_, D> {
         block.state = BlockState::Live;
         block.requested = request.requested;
         block.context = context;
-        let size = block.size;
+        block.owner = request.owner;
+        let (size, pool) = (block.size, block.pool);
         lane.stats().activated(size);
         self.state.live.insert(address, id);
-
+        if Self::is_spill(pool) {
+            self.counters.spilled_allocation.increase(1);
+            self.record_block(Action::Alloc, id, context);
+            return address;
+        }
         self.counters.allocation.increase(small, 1);
         self.counters.allocated_bytes.increase(small, size);
         self.counters.active.increase(small, 1);
@@ -255,6 +322,9 @@ impl<D: Driver> Locked<'_, D> {
         let id = self.state.live.remove(&address).ok_or(AddressError::Unknown { address })?;
         let block = &mut self.state.blocks[id];
         block.state = BlockState::Pending;
+        if Self::is_spill(block.pool) {
+            return self.free_spilled(id, context);
+        }
         let (size, used_elsewhere) = (block.size, block.uses.is_some());
         let small = self.state.pools[block.pool].small;
         self.counters.allocation.decrease(small, 1);
@@ -279,6 +349,10 @@ impl<D: Driver> Locked<'_, D> {
         debug_assert!(block.state == BlockState::Pending && block.events == 0);
         let (size, requested, stream) = (block.size, block.requested, block.stream);
         let (pool, prev, next) = (block.pool, block.prev, block.next);
+        if Self::is_spill(pool) {
+            self.give_back_spill(id);
+            return;
+        }
         let plain = self.state.segments[block.segment].is_plain();
 
         let mut merged_bytes = 0;
@@ -333,7 +407,7 @@ impl<D: Driver> Locked<'_, D> {
         match state {
             BlockState::Free => lane.remove_free(size, address),
             BlockState::Unmapped => lane.remove_unmapped(address),
-            BlockState::Live | BlockState::Pending => unreachable!("only idle blocks merge"),
+            _ => unreachable!("only idle blocks merge"),
         }
         self.state.blocks.absorb(into, neighbour);
         Some(size)

@@ -24,6 +24,7 @@ pub use settings::{
 use conf::{Pair, boolean, boolean_text, edits, number, power_of_two, whole};
 use thiserror::Error;
 
+use crate::ladder::{Rung, RungSet};
 use crate::size::MIB;
 
 /// A large segment must be larger than the smallest request that gets a segment of its own.
@@ -53,6 +54,24 @@ pub struct Options {
     pub per_process_memory_fraction: f64,
     /// Whether a CUDA graph capture may reuse blocks freed on other streams within it.
     pub graph_capture_record_stream_reuse: bool,
+    /// How long one request may wait for memory, in milliseconds; 0 never waits.
+    pub wait_ms: u64,
+    /// How long all requests of the process together may wait, in milliseconds; `None` sets no limit.
+    pub wait_total_ms: Option<u64>,
+    /// The first pause of a request that looks again and again, in microseconds.
+    pub wait_base_us: u64,
+    /// How much longer each pause is than the one before.
+    pub wait_factor: f64,
+    /// The longest pause, in milliseconds.
+    pub wait_ceiling_ms: u64,
+    /// How often one request climbs the ladder at most.
+    pub max_tries: u64,
+    /// Rungs of the ladder that are left out.
+    pub skip_rungs: RungSet,
+    /// The most host memory that may serve requests; 0 is off.
+    pub spill_limit: u64,
+    /// The smallest request that host memory may serve.
+    pub spill_over: u64,
 }
 
 impl Default for Options {
@@ -72,6 +91,15 @@ impl Options {
         large_segment_size: 20 * MIB,
         per_process_memory_fraction: 1.0,
         graph_capture_record_stream_reuse: false,
+        wait_ms: 3_000,
+        wait_total_ms: None,
+        wait_base_us: 50,
+        wait_factor: 2.0,
+        wait_ceiling_ms: 100,
+        max_tries: 500,
+        skip_rungs: RungSet::NONE,
+        spill_limit: 0,
+        spill_over: 16 * MIB,
     };
 
     /// Reads a conf string, starting from the defaults.
@@ -421,6 +449,159 @@ pub static REGISTRY: &[OptionSpec] = &[
         show: |options| boolean_text(options.graph_capture_record_stream_reuse),
         reset: |options| options.graph_capture_record_stream_reuse = false,
     },
+    OptionSpec {
+        key: "wait_ms",
+        unit: "ms",
+        default: "3000",
+        accepts: "a whole number of milliseconds",
+        meaning: "How long one request may wait for memory that can still come: for work on other \
+                  streams, for other threads, for other processes on the device. 0 never waits, as \
+                  a search for the largest batch size wants it.",
+        worst_case: "a request that is refused in the end is refused so much later.",
+        resets: false,
+        read: |options, value| {
+            options.wait_ms = whole(value)?;
+            Ok(())
+        },
+        show: |options| options.wait_ms.to_string(),
+        reset: |options| options.wait_ms = Options::DEFAULT.wait_ms,
+    },
+    OptionSpec {
+        key: "wait_total_ms",
+        unit: "ms",
+        default: "unlimited",
+        accepts: "a whole number of milliseconds",
+        meaning: "How long all requests of the process together may wait for memory. Once it is \
+                  used up, no request waits.",
+        worst_case: "a long run that lives by waiting now and then is refused once it is used up.",
+        resets: true,
+        read: |options, value| {
+            options.wait_total_ms = Some(whole(value)?);
+            Ok(())
+        },
+        show: |options| options.wait_total_ms.map_or("unlimited".to_owned(), |ms| ms.to_string()),
+        reset: |options| options.wait_total_ms = None,
+    },
+    OptionSpec {
+        key: "wait_base_us",
+        unit: "µs",
+        default: "50",
+        accepts: "a whole number of microseconds above 0",
+        meaning: "The first pause of a request that has to look again and again for memory. What \
+                  can be signalled, such as a free by another thread, wakes it at once.",
+        worst_case: "a small value asks the driver often; a large one finds memory late.",
+        resets: false,
+        read: |options, value| {
+            options.wait_base_us = above_zero(value)?;
+            Ok(())
+        },
+        show: |options| options.wait_base_us.to_string(),
+        reset: |options| options.wait_base_us = Options::DEFAULT.wait_base_us,
+    },
+    OptionSpec {
+        key: "wait_factor",
+        unit: "times",
+        default: "2.0",
+        accepts: "a number from 1 to 100",
+        meaning: "How much longer each pause is than the one before, up to `wait_ceiling_ms`. Half \
+                  of each pause is by chance, so that processes do not ask in step.",
+        worst_case: "at 1 the device is asked at every `wait_base_us` for as long as a request waits.",
+        resets: false,
+        read: |options, value| {
+            let factor = number(value)?;
+            if !(1.0..=100.0).contains(&factor) {
+                return Err("it is not from 1 to 100".to_owned());
+            }
+            options.wait_factor = factor;
+            Ok(())
+        },
+        show: |options| format!("{:?}", options.wait_factor),
+        reset: |options| options.wait_factor = Options::DEFAULT.wait_factor,
+    },
+    OptionSpec {
+        key: "wait_ceiling_ms",
+        unit: "ms",
+        default: "100",
+        accepts: "a whole number of milliseconds above 0",
+        meaning: "The longest pause of a request that has to look again and again for memory.",
+        worst_case: "memory that another process gave back is found so much later.",
+        resets: false,
+        read: |options, value| {
+            options.wait_ceiling_ms = above_zero(value)?;
+            Ok(())
+        },
+        show: |options| options.wait_ceiling_ms.to_string(),
+        reset: |options| options.wait_ceiling_ms = Options::DEFAULT.wait_ceiling_ms,
+    },
+    OptionSpec {
+        key: "max_tries",
+        unit: "times",
+        default: "500",
+        accepts: "a whole number above 0",
+        meaning: "How often one request may climb the ladder. It climbs again only after something \
+                  changed: somebody gave memory back.",
+        worst_case: "a request that others outrun again and again is refused after so many tries.",
+        resets: false,
+        read: |options, value| {
+            options.max_tries = above_zero(value)?;
+            Ok(())
+        },
+        show: |options| options.max_tries.to_string(),
+        reset: |options| options.max_tries = Options::DEFAULT.max_tries,
+    },
+    OptionSpec {
+        key: "skip_rungs",
+        unit: "rungs",
+        default: "none",
+        accepts: "names of rungs with `+` between them, such as `borrow+wait`, of `garbage`, `poll`, \
+                  `borrow`, `events`, `oversize`, `cached`, `callbacks`, `wait` and `spill`",
+        meaning: "Rungs of the ladder that are left out when memory runs out.",
+        worst_case: "requests are refused that a rung would have served.",
+        resets: true,
+        read: |options, value| {
+            options.skip_rungs = value.split('+').map(rung).collect::<Result<_, _>>()?;
+            Ok(())
+        },
+        show: |options| {
+            let names: Vec<_> = options.skip_rungs.iter().map(Rung::name).collect();
+            if names.is_empty() { "none".to_owned() } else { names.join("+") }
+        },
+        reset: |options| options.skip_rungs = RungSet::NONE,
+    },
+    OptionSpec {
+        key: "spill_limit_mb",
+        unit: "MiB",
+        default: "off",
+        accepts: "a whole number of MiB; 0 is off",
+        meaning: "The most host memory that may serve requests when all else has failed. It sits at \
+                  a device address: the device uses it as its own, at the speed of the bus.",
+        worst_case: "the program goes on many times slower, and the host's memory is taken, pinned.",
+        resets: false,
+        read: |options, value| {
+            options.spill_limit = bytes(whole(value)?);
+            Ok(())
+        },
+        show: |options| match options.spill_limit {
+            0 => "off".to_owned(),
+            limit => mib_text(limit),
+        },
+        reset: |options| options.spill_limit = 0,
+    },
+    OptionSpec {
+        key: "spill_over_mb",
+        unit: "MiB",
+        default: "16",
+        accepts: "a whole number of MiB",
+        meaning: "The smallest request that host memory may serve, with `spill_limit_mb`.",
+        worst_case: "with a small value, memory that every kernel uses lands behind the bus.",
+        resets: false,
+        read: |options, value| {
+            options.spill_over = bytes(whole(value)?);
+            Ok(())
+        },
+        show: |options| mib_text(options.spill_over),
+        reset: |options| options.spill_over = Options::DEFAULT.spill_over,
+    },
 ];
 
 /// A key that is accepted, with any value, and not acted on.
@@ -463,6 +644,21 @@ pub static NOT_OURS: &[NotOursSpec] = &[
 /// MiB to bytes; what would not fit becomes the most whole MiB that do, as in PyTorch.
 fn bytes(mib: u64) -> u64 {
     mib.min(u64::MAX / MIB) * MIB
+}
+
+fn above_zero(value: &str) -> Result<u64, String> {
+    match whole(value)? {
+        0 => Err("it is not above 0".to_owned()),
+        number => Ok(number),
+    }
+}
+
+fn rung(name: &str) -> Result<Rung, String> {
+    match Rung::named(name) {
+        Some(rung) if rung.can_be_skipped() => Ok(rung),
+        Some(rung) => Err(format!("`{rung}` cannot be left out")),
+        None => Err(format!("there is no rung `{name}`")),
+    }
 }
 
 fn mib_text(bytes: u64) -> String {

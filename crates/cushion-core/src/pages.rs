@@ -8,11 +8,31 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use crate::driver::{Driver, DriverResult, PageHandle};
 
-/// Which half of the figures a page counts in.
+/// Which figures a page counts in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum PageUse {
+    /// Memory of the device, for large requests,
+    Large,
+    /// or for small ones.
+    Small,
+    /// Host memory.
+    Host,
+}
+
+impl PageUse {
+    pub(crate) const ALL: [Self; 3] = [Self::Large, Self::Small, Self::Host];
+
+    /// Of the device, by the pool it is for.
+    pub(crate) fn of(small: bool) -> Self {
+        if small { Self::Small } else { Self::Large }
+    }
+}
+
+/// One physical handle.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Page {
     pub(crate) bytes: u64,
-    pub(crate) small: bool,
+    pub(crate) use_: PageUse,
     /// At how many addresses it is mapped. A page with none is one the driver would not take back;
     /// it is held, and offered again.
     pub(crate) addresses: u32,
@@ -27,13 +47,13 @@ pub(crate) struct PageTable {
     stranded: Vec<PageHandle>,
     /// Mappings that were to be undone, but the driver would not: behind unmapped blocks.
     stuck: BTreeSet<u64>,
-    held: [u64; 2],
+    held: [u64; 3],
 }
 
 impl PageTable {
-    /// Bytes of all pages of the small or large half, each page once.
-    pub(crate) fn held(&self, small: bool) -> u64 {
-        self.held[usize::from(small)]
+    /// Bytes of all pages of one use, each page once.
+    pub(crate) fn held(&self, use_: PageUse) -> u64 {
+        self.held[use_ as usize]
     }
 
     /// Fills `address..address + bytes` with fresh pages of `page_size`, accessible. On failure
@@ -45,7 +65,7 @@ impl PageTable {
         address: u64,
         bytes: u64,
         page_size: u64,
-        small: bool,
+        use_: PageUse,
     ) -> DriverResult<()> {
         debug_assert!(bytes.is_multiple_of(page_size), "whole pages only");
         let missing: Vec<u64> = (0..bytes / page_size)
@@ -53,7 +73,7 @@ impl PageTable {
             .filter(|at| !self.mapped.contains_key(at))
             .collect();
         let mut fresh = Vec::with_capacity(missing.len());
-        let filled = self.fill(driver, &missing, page_size, small, &mut fresh);
+        let filled = self.fill(driver, &missing, page_size, use_, &mut fresh);
         let Err(error) = filled.and_then(|()| driver.set_access(address, bytes)) else {
             self.stuck.retain(|at| !(address..address + bytes).contains(at));
             return Ok(());
@@ -79,12 +99,15 @@ impl PageTable {
         driver: &impl Driver,
         addresses: &[u64],
         page_size: u64,
-        small: bool,
+        use_: PageUse,
         fresh: &mut Vec<PageHandle>,
     ) -> DriverResult<()> {
         for _ in addresses {
-            let page = driver.create(page_size)?;
-            self.adopt(page, page_size, small);
+            let page = match use_ {
+                PageUse::Host => driver.create_host(page_size)?,
+                PageUse::Large | PageUse::Small => driver.create(page_size)?,
+            };
+            self.adopt(page, page_size, use_);
             fresh.push(page);
         }
         for (&at, &page) in addresses.iter().zip(&*fresh) {
@@ -118,6 +141,11 @@ impl PageTable {
             self.stuck.remove(&at);
         }
         Ok(())
+    }
+
+    /// The mapping at `address` could not be undone.
+    pub(crate) fn stick(&mut self, address: u64) {
+        self.stuck.insert(address);
     }
 
     /// Whether the mapping at `address` could not be undone.
@@ -158,9 +186,9 @@ impl PageTable {
         self.stranded.len()
     }
 
-    fn adopt(&mut self, page: PageHandle, bytes: u64, small: bool) {
-        self.pages.insert(page, Page { bytes, small, addresses: 0 });
-        self.held[usize::from(small)] += bytes;
+    fn adopt(&mut self, page: PageHandle, bytes: u64, use_: PageUse) {
+        self.pages.insert(page, Page { bytes, use_, addresses: 0 });
+        self.held[use_ as usize] += bytes;
     }
 
     fn note_mapped(&mut self, address: u64, page: PageHandle) {
@@ -178,7 +206,7 @@ impl PageTable {
         for page in pages {
             if driver.release(page).is_ok() {
                 let gone = self.pages.remove(&page).expect("a known page");
-                self.held[usize::from(gone.small)] -= gone.bytes;
+                self.held[gone.use_ as usize] -= gone.bytes;
             } else {
                 self.stranded.push(page);
             }

@@ -14,7 +14,7 @@ use crate::block::{BlockId, Uses};
 use crate::driver::{Driver, DriverResult, EventId, NodeId, StreamId};
 use crate::error::AddressError;
 use crate::history::Context;
-use crate::locked::Locked;
+use crate::locked::{Locked, State};
 use crate::pool::PoolId;
 
 /// Blocks that wait, and the events they wait for.
@@ -46,6 +46,11 @@ impl Pending {
     /// Whether nothing waits.
     pub(crate) fn is_empty(&self) -> bool {
         self.events.is_empty() && self.deferred.is_empty()
+    }
+
+    /// How many events and blocks wait.
+    pub(crate) fn count(&self) -> usize {
+        self.events.values().map(VecDeque::len).sum::<usize>() + self.deferred.len()
     }
 
     /// The first stream with events beyond `from`.
@@ -166,30 +171,42 @@ impl<D: Driver> Locked<'_, D> {
         Ok(())
     }
 
-    /// Waits for every pending event (of one private pool, if given) and frees the blocks behind
-    /// them; true if there were any.
-    pub(crate) fn synchronize_events(&mut self, only: Option<PoolId>) -> DriverResult<bool> {
-        self.counters.num_sync_all_streams.add(1);
-        let waited = !self.state.pending.is_empty();
+    /// The first pending event (of one private pool, if given), for somebody who will wait for it without
+    /// the lock.
+    pub(crate) fn first_event(
+        &mut self,
+        only: Option<PoolId>,
+    ) -> DriverResult<Option<(StreamId, EventId, BlockId)>> {
         self.record_deferred_events()?;
-        let mut next = self.state.pending.next_stream(Bound::Unbounded);
-        while let Some(stream) = next {
-            let mut index = 0;
-            while let Some(&(event, block)) =
-                self.state.pending.events.get(&stream).and_then(|queue| queue.get(index))
-            {
-                let pool = self.state.pools[self.state.blocks[block].pool].id;
-                if only.is_some_and(|only| only != pool) {
-                    index += 1;
-                    continue;
-                }
-                self.driver.event_synchronize(event)?;
-                self.pop_event(stream, index);
-                self.event_finished(event, block);
-            }
-            next = self.state.pending.next_stream(Bound::Excluded(stream));
+        let State { pending, pools, blocks, .. } = &*self.state;
+        let is_asked_for =
+            |block: BlockId| only.is_none_or(|only| only == pools[blocks[block].pool].id);
+        Ok(pending.events.iter().find_map(|(&stream, queue)| {
+            let &(event, block) = queue.iter().find(|&&(_, block)| is_asked_for(block))?;
+            Some((stream, event, block))
+        }))
+    }
+
+    /// An event was waited for. Another thread may have seen it finished before.
+    pub(crate) fn waited_for(&mut self, (stream, event, block): (StreamId, EventId, BlockId)) {
+        let queue = self.state.pending.events.get(&stream);
+        let index = queue.and_then(|queue| queue.iter().position(|&it| it == (event, block)));
+        if let Some(index) = index {
+            self.pop_event(stream, index);
+            self.event_finished(event, block);
         }
-        Ok(waited)
+    }
+
+    /// Whether all work queued on a stream is done. Never waits, and must not be asked during a capture.
+    pub(crate) fn is_idle(&mut self, stream: StreamId) -> DriverResult<bool> {
+        let event = match self.state.pending.idle.pop() {
+            Some(event) => event,
+            None => self.driver.event_create()?,
+        };
+        let done =
+            self.driver.event_record(event, stream).and_then(|()| self.driver.event_query(event));
+        self.state.pending.idle.push(event);
+        done
     }
 
     /// Records the events that had to wait: for the end of a capture, or for a driver that failed.

@@ -10,14 +10,18 @@ mod segments;
 
 use std::fmt;
 
+use serde::{Deserialize, Serialize};
+
 use crate::block::{Block, BlockId, BlockTable};
 use crate::driver::{Properties, StreamId};
 use crate::options::Options;
+use crate::owner::Owner;
 use crate::pool::{Lane, PoolIndex};
 use crate::segment::SegmentTable;
 
 /// The policies there are.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub enum Policy {
     /// PyTorch's classic allocator: plain segments, best fit, split and merge.
     Segments,
@@ -81,6 +85,8 @@ pub(crate) struct Request {
     pub(crate) pool: PoolIndex,
     /// Whether `pool` is a small one.
     pub(crate) small: bool,
+    /// Who asks.
+    pub(crate) owner: Owner,
 }
 
 /// Where memory for a miss comes from.

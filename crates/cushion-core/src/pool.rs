@@ -9,6 +9,8 @@ use std::fmt;
 use std::ops::{Index, IndexMut};
 use std::sync::Arc;
 
+use serde::{Deserialize, Serialize};
+
 use crate::block::BlockId;
 use crate::driver::StreamId;
 use crate::free_index::FreeIndex;
@@ -16,7 +18,7 @@ use crate::stats::{LaneStats, Lanes};
 use crate::table::{Id, Table};
 
 /// The name of a private pool, as PyTorch forms it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct PoolId(pub u64, pub u64);
 
 impl PoolId {
@@ -153,13 +155,16 @@ impl PoolTable {
     pub(crate) const SMALL: PoolIndex = PoolIndex::new(0);
     /// The default large pool.
     pub(crate) const LARGE: PoolIndex = PoolIndex::new(1);
+    /// What is in host memory.
+    pub(crate) const SPILL: PoolIndex = PoolIndex::new(2);
 
     pub(crate) fn new() -> Self {
         let mut table =
             Self { pools: Table::default(), private: BTreeMap::new(), use_on_oom: BTreeSet::new() };
         let small = table.open(PoolId::DEFAULT, true);
         let large = table.open(PoolId::DEFAULT, false);
-        debug_assert_eq!((small, large), (Self::SMALL, Self::LARGE));
+        let spill = table.open(PoolId::DEFAULT, false);
+        debug_assert_eq!((small, large, spill), (Self::SMALL, Self::LARGE, Self::SPILL));
         table
     }
 
@@ -192,7 +197,7 @@ impl PoolTable {
 
     /// Whether blocks of this pool must stay whole.
     pub(crate) fn is_no_split(&self, index: PoolIndex) -> bool {
-        index > Self::LARGE
+        index > Self::SPILL
             && self.private.get(&self[index].id).is_some_and(|private| private.no_split)
     }
 }

@@ -8,6 +8,7 @@ use crate::block::{BlockId, BlockState};
 use crate::driver::{Driver, DriverError, StreamId};
 use crate::history::Context;
 use crate::locked::{Locked, State};
+use crate::owner::Owner;
 use crate::policy::{Policy, Request, Source};
 use crate::pool::{PoolId, PoolTable};
 use crate::segment::Backing;
@@ -124,6 +125,7 @@ impl<D: Driver> Locked<'_, D> {
             stream: held.stream,
             pool,
             small: held.small,
+            owner: Owner::NOBODY,
         };
         let whole = request(held.size, held.size);
         let free = match held.range {

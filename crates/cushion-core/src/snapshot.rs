@@ -35,6 +35,8 @@ pub struct SegmentFigures {
     pub small: bool,
     /// Whether pages are behind it, rather than a plain allocation.
     pub paged: bool,
+    /// Whether it is in host memory; the device's figures do not count it.
+    pub spilled: bool,
     /// The tag of the request it was made for.
     pub context: Context,
     /// Its blocks, in address order.
@@ -95,6 +97,7 @@ impl<D: Driver> Locked<'_, D> {
             let active: u64 = snapshot
                 .segments
                 .iter()
+                .filter(|segment| !segment.spilled)
                 .flat_map(|segment| &segment.blocks)
                 .filter(|block| block.use_ != BlockUse::Free)
                 .map(|block| block.size)
@@ -115,7 +118,7 @@ impl<D: Driver> Locked<'_, D> {
             let use_ = match block.state {
                 BlockState::Live => BlockUse::Live,
                 BlockState::Pending => BlockUse::Pending,
-                BlockState::Free => BlockUse::Free,
+                BlockState::Free | BlockState::Leaving => BlockUse::Free,
                 BlockState::Unmapped => break,
             };
             let &crate::block::Block { address, size, requested, context, .. } = block;
@@ -129,6 +132,7 @@ impl<D: Driver> Locked<'_, D> {
             pool: pool.id,
             small: pool.small,
             paged: !segment.is_plain(),
+            spilled: Self::is_spill(first.pool),
             context: segment.context,
             blocks,
         }

@@ -237,6 +237,7 @@ macro_rules! counters {
         stats { $($(#[doc = $stat_doc:literal])* $stat:ident,)* }
         counts { $($(#[doc = $count_doc:literal])* $count:ident,)* }
         settings { $($(#[doc = $setting_doc:literal])* $setting:ident,)* }
+        our_stats { $($(#[doc = $our_stat_doc:literal])* $our_stat:ident,)* }
         ours { $($(#[doc = $our_doc:literal])* $our:ident,)* }
     ) => {
         /// The counters the engine writes.
@@ -246,6 +247,7 @@ macro_rules! counters {
             $(pub(crate) $stat: LiveStat,)*
             $(pub(crate) $count: LiveCount,)*
             $(pub(crate) $setting: LiveCount,)*
+            $(pub(crate) $our_stat: LiveStat,)*
             $(pub(crate) $our: LiveCount,)*
             pub(crate) reserved_by_private: ReservedByPrivate,
         }
@@ -258,6 +260,7 @@ macro_rules! counters {
             $($(#[doc = $stat_doc])* pub $stat: Stat,)*
             $($(#[doc = $count_doc])* pub $count: u64,)*
             $($(#[doc = $setting_doc])* pub $setting: u64,)*
+            $($(#[doc = $our_stat_doc])* pub $our_stat: Stat,)*
             $($(#[doc = $our_doc])* pub $our: u64,)*
             /// `reserved_bytes` of each private pool. One that is gone holds nothing, and keeps its peak
             /// and its totals until they are reset.
@@ -273,6 +276,7 @@ macro_rules! counters {
                     $($stat: self.$stat.read(),)*
                     $($count: self.$count.read(),)*
                     $($setting: self.$setting.read(),)*
+                    $($our_stat: self.$our_stat.read(),)*
                     $($our: self.$our.read(),)*
                     reserved_bytes_by_private_pools: self.reserved_by_private.read(),
                     lanes: lanes.read(),
@@ -283,6 +287,7 @@ macro_rules! counters {
             pub(crate) fn reset_peak(&self) {
                 $(self.$array.reset_peak();)*
                 $(self.$stat.reset_peak();)*
+                $(self.$our_stat.reset_peak();)*
                 self.reserved_by_private.reset_peak();
             }
 
@@ -290,6 +295,7 @@ macro_rules! counters {
             pub(crate) fn reset_accumulated(&self) {
                 $(self.$array.reset_accumulated();)*
                 $(self.$stat.reset_accumulated();)*
+                $(self.$our_stat.reset_accumulated();)*
                 self.reserved_by_private.reset_accumulated();
                 $(self.$count.set(0);)*
                 $(self.$our.set(0);)*
@@ -362,7 +368,21 @@ counters! {
         /// The largest size that may be split; `u64::MAX` where there is no limit.
         max_split_size,
     }
+    our_stats {
+        /// Bytes of host memory at device addresses, in none of the figures above.
+        spilled_bytes,
+        /// Allocations in host memory, in none of the figures above.
+        spilled_allocation,
+    }
     ours {
+        /// Requests for which neither a free block nor the driver had memory.
+        shortages,
+        /// Those of them that were served in the end.
+        shortages_survived,
+        /// Those of them that were refused.
+        shortages_refused,
+        /// The time lost by them, in nanoseconds.
+        shortage_nanos,
         /// Allocations served from memory already held.
         hits,
         /// Allocations that needed memory from the driver.
@@ -371,6 +391,13 @@ counters! {
 }
 
 impl Stats {
+    /// The time lost by shortages, in milliseconds.
+    #[must_use]
+    #[expect(clippy::cast_precision_loss, reason = "a time for people")]
+    pub fn milliseconds_lost(&self) -> f64 {
+        self.shortage_nanos as f64 / 1e6
+    }
+
     /// Bytes held but in nobody's use.
     #[must_use]
     pub fn cached_bytes(&self) -> u64 {

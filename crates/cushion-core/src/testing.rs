@@ -347,11 +347,12 @@ impl World {
                 }
                 self.live.insert(address, life);
             }
-            Err(AllocError::FullNow(shortage) | AllocError::NeverFits(shortage)) => {
+            Err(AllocError::Driver(error)) => self.may_fail(Some(error)),
+            Err(refused) => {
+                let shortage = refused.shortage().expect("a shortage");
                 assert_eq!(shortage.requested, size);
                 assert_eq!(self.engine.stats().allocation, before.allocation, "a refusal leaks");
             }
-            Err(AllocError::Driver(error)) => self.may_fail(Some(error)),
         }
     }
 

@@ -84,7 +84,8 @@ mod tests {
             granularity: MIB,
             ..SimConfig::with_capacity(100 * MIB)
         });
-        let properties = Properties { device: 5, total: 100 * MIB, granularity: MIB };
+        let properties =
+            Properties { device: 5, total: 100 * MIB, granularity: MIB, process_overhead: 0 };
         assert_eq!(driver.properties(), properties);
         let free = || driver.memory_info().unwrap().free / MIB;
 

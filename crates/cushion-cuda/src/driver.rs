@@ -64,7 +64,12 @@ impl CudaDriver {
             api,
             device: id,
             primary,
-            properties: Properties { device, total, granularity },
+            properties: Properties {
+                device,
+                total,
+                granularity,
+                process_overhead: PROCESS_OVERHEAD,
+            },
             access: [id].iter().chain(&peers).map(|&device| read_and_write(device)).collect(),
             host: on_host(api, id, &peers),
             peers,
@@ -171,6 +176,9 @@ impl CudaDriver {
         Ok(())
     }
 }
+
+/// More than a context and the code of the libraries around PyTorch take of a device.
+const PROCESS_OVERHEAD: u64 = 1 << 30;
 
 /// What CUDA answers to a handle it never gave.
 const UNKNOWN: Code = Code::INVALID_HANDLE;

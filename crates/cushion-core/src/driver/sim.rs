@@ -443,7 +443,7 @@ fn invalid<T>(call: Call) -> DriverResult<T> {
 impl Driver for SimDriver {
     fn properties(&self) -> Properties {
         let SimConfig { device, total, granularity, .. } = self.config;
-        Properties { device, total, granularity }
+        Properties { device, total, granularity, process_overhead: 0 }
     }
 
     fn memory_info(&self) -> DriverResult<MemoryInfo> {

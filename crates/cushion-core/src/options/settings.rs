@@ -316,6 +316,7 @@ mod tests {
                 "garbage_collection_threshold" | "per_process_memory_fraction" => {
                     (spec.env_name(), "0.5")
                 }
+                "skip_rungs" => (spec.env_name(), "borrow+wait"),
                 _ => (spec.env_name(), "64"),
             };
             assert!(name.starts_with("CUSHION_"));

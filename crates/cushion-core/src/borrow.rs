@@ -1,0 +1,82 @@
+//! Free memory of other pools and streams, for a request that its own pool cannot serve.
+//!
+//! A block that is borrowed stays in its own pool and on its own stream; that another stream uses it is
+//! noted, as for any block, so that its free waits for that stream. It may be borrowed only if nobody is
+//! still at work on it.
+
+use crate::driver::{Driver, DriverResult, StreamId};
+use crate::history::Context;
+use crate::locked::{Found, Locked};
+use crate::policy::{Policy, Request};
+use crate::pool::{PoolId, PoolIndex, PoolTable};
+
+impl<D: Driver> Locked<'_, D> {
+    /// Serves a request of the default pool from the private pools that may help it out.
+    pub(crate) fn borrow_from_pools(
+        &mut self,
+        request: &Request,
+        policy: Policy,
+        context: Context,
+    ) -> Option<u64> {
+        if self.state.pools[request.pool].id != PoolId::DEFAULT {
+            return None;
+        }
+        let pools: Vec<_> = self.state.pools.use_on_oom.iter().copied().collect();
+        pools.into_iter().find_map(|id| {
+            let private = self.state.pools.private.get(&id).filter(|pool| pool.uses > 0)?;
+            let pool = if request.small { private.small } else { private.large };
+            let request = Request { pool, ..*request };
+            let block = self.search(&request, policy)?;
+            Some(self.hand_out(Found { block, policy }, &request, context))
+        })
+    }
+
+    /// Serves a request of the default pool from free memory of other streams that are not at work, and of
+    /// the pool for requests of other sizes. Must not be called during a capture.
+    pub(crate) fn borrow_from_streams(
+        &mut self,
+        request: &Request,
+        policy: Policy,
+        context: Context,
+    ) -> DriverResult<Option<u64>> {
+        if self.state.pools[request.pool].id != PoolId::DEFAULT {
+            return Ok(None);
+        }
+        let (own, other) = if request.small {
+            (PoolTable::SMALL, PoolTable::LARGE)
+        } else {
+            (PoolTable::LARGE, PoolTable::SMALL)
+        };
+        // The request's own stream first: there is nothing to ask.
+        let mut lanes = vec![(other, request.stream)];
+        for pool in [own, other] {
+            let streams = self.state.pools[pool].lanes().map(|(stream, _)| stream);
+            lanes.extend(streams.filter(|&it| it != request.stream).map(|stream| (pool, stream)));
+        }
+        for (pool, stream) in lanes {
+            if let Some(address) = self.borrow_from(pool, stream, request, policy, context)? {
+                return Ok(Some(address));
+            }
+        }
+        Ok(None)
+    }
+
+    fn borrow_from(
+        &mut self,
+        pool: PoolIndex,
+        stream: StreamId,
+        request: &Request,
+        policy: Policy,
+        context: Context,
+    ) -> DriverResult<Option<u64>> {
+        let there = Request { pool, stream, ..*request };
+        let Some(block) = self.choose(&there, policy) else { return Ok(None) };
+        if stream != request.stream && !self.is_idle(stream)? {
+            return Ok(None);
+        }
+        let address = self.hand_out(Found { block, policy }, &there, context);
+        let noted = self.record_stream(address, request.stream);
+        debug_assert!(noted.is_ok(), "handed out a moment ago");
+        Ok(Some(address))
+    }
+}

@@ -1,0 +1,89 @@
+//! An allocation as a future of any runtime.
+
+use std::pin::Pin;
+use std::task::{Context as Polled, Poll};
+
+use crate::climb::{Climb, Progress};
+use crate::driver::{Driver, StreamId};
+use crate::engine::Engine;
+use crate::error::AllocError;
+use crate::history::Context;
+use crate::locked::{Asked, Attempt};
+use crate::owner;
+
+/// Memory to come: see [`Engine::alloc_async`]. Its place in the order of asking is taken when it is first
+/// polled.
+#[derive(Debug)]
+#[must_use = "a future does nothing unless it is polled"]
+pub struct AllocFuture<'a, D: Driver> {
+    engine: &'a Engine<D>,
+    asked: Asked,
+    climb: Option<Box<Climb>>,
+    done: bool,
+}
+
+impl<'a, D: Driver> AllocFuture<'a, D> {
+    pub(crate) fn new(
+        engine: &'a Engine<D>,
+        bytes: u64,
+        stream: StreamId,
+        context: Context,
+    ) -> Self {
+        let asked = Asked { bytes, stream, context, owner: owner::current(), blocks: false };
+        Self { engine, asked, climb: None, done: false }
+    }
+
+    fn begin(&mut self) -> Poll<Result<u64, AllocError>> {
+        if self.asked.bytes == 0 {
+            return Poll::Ready(Ok(0));
+        }
+        match self.engine.locked(|mut engine| engine.alloc(&self.asked))? {
+            Attempt::Served(address) => Poll::Ready(Ok(address)),
+            attempt => {
+                self.climb = Some(Box::new(self.engine.begin_climb(&self.asked, &attempt)));
+                Poll::Pending
+            }
+        }
+    }
+}
+
+impl<D: Driver> Future for AllocFuture<'_, D> {
+    type Output = Result<u64, AllocError>;
+
+    /// # Panics
+    ///
+    /// If it is polled after it was ready.
+    fn poll(mut self: Pin<&mut Self>, polled: &mut Polled<'_>) -> Poll<Self::Output> {
+        let this = &mut *self;
+        assert!(!this.done, "polled after it was ready");
+        if this.climb.is_none()
+            && let Poll::Ready(result) = this.begin()
+        {
+            this.done = true;
+            return Poll::Ready(result);
+        }
+        let Some(climb) = &mut this.climb else { return Poll::Pending };
+        match this.engine.advance(climb) {
+            Progress::Done(result) => {
+                this.done = true;
+                this.climb = None;
+                Poll::Ready(result)
+            }
+            Progress::Wait(at_most) => {
+                let clock = &this.engine.clock;
+                clock.wake_at(clock.now().saturating_add(at_most), polled.waker().clone());
+                climb.bell().wakes(polled.waker());
+                Poll::Pending
+            }
+        }
+    }
+}
+
+impl<D: Driver> Drop for AllocFuture<'_, D> {
+    /// Gives its place back.
+    fn drop(&mut self) {
+        if let Some(mut climb) = self.climb.take() {
+            self.engine.abandon(&mut climb);
+        }
+    }
+}

@@ -1,0 +1,303 @@
+//! Who waits for memory, in what order, and what for.
+//!
+//! Of those that wait, the highest priority is served first, and of those alike the one that asked first.
+//! Nobody is passed over for ever: who has been passed over often enough comes before everybody. A request
+//! of somebody who holds memory may pass those ahead that do not fit yet, because only if its owner goes on
+//! will that memory ever be given back; a request of somebody who holds nothing queues up.
+//!
+//! When nobody who holds memory is left to give any back, waiting is in vain: the least valuable request is
+//! told so at once.
+
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+use crate::block::{Block, BlockState};
+use crate::clock::Bell;
+use crate::driver::Driver;
+use crate::locked::Locked;
+use crate::owner::{self, Owner, Standing};
+use crate::policy::Request;
+
+/// How often a request may be passed over before it comes before everybody.
+const PASSES: u32 = 64;
+
+/// How many are woken at a time. The others look by themselves, and each that is served wakes more.
+const WOKEN: usize = 16;
+
+/// A request that may have to wait.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Asker {
+    /// Its place among those of its priority.
+    pub(crate) ticket: u64,
+    pub(crate) owner: Owner,
+    pub(crate) priority: i32,
+    /// A thread waits for it and does nothing else, as opposed to a future.
+    pub(crate) blocks: bool,
+}
+
+/// Why a request that waits is refused.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Verdict {
+    /// Nothing more can come.
+    InVain,
+    /// All tasks that hold memory wait; this one is to give way.
+    GiveWay,
+    /// It is the only task that holds memory.
+    Split,
+}
+
+#[derive(Debug)]
+struct Waiter {
+    asker: Asker,
+    bell: Arc<Bell>,
+    passed: u32,
+    /// The count of changes when it last tried in vain.
+    tried: Option<u64>,
+    verdict: Option<Verdict>,
+}
+
+impl Waiter {
+    fn is_starved(&self) -> bool {
+        self.passed >= PASSES
+    }
+
+    /// Who comes first has the lowest.
+    fn rank(&self) -> (Reverse<bool>, Reverse<i32>, u64) {
+        (Reverse(self.is_starved()), Reverse(self.asker.priority), self.asker.ticket)
+    }
+}
+
+/// Who waits.
+#[derive(Debug, Default)]
+pub(crate) struct Queue {
+    /// By ticket.
+    waiting: BTreeMap<u64, Waiter>,
+    last_ticket: u64,
+    changes: u64,
+}
+
+/// Those to wake, once no lock is held.
+pub(crate) type Bells = Vec<Arc<Bell>>;
+
+impl Queue {
+    pub(crate) fn is_empty(&self) -> bool {
+        self.waiting.is_empty()
+    }
+
+    /// A place in the queue, for a request that has just fallen short.
+    pub(crate) fn ticket(&mut self) -> u64 {
+        self.last_ticket += 1;
+        self.last_ticket
+    }
+
+    /// Counts what may help somebody who waits, as long as somebody does.
+    pub(crate) fn changes(&self) -> u64 {
+        self.changes
+    }
+
+    /// The request waits from now on, if it did not already.
+    pub(crate) fn join(&mut self, asker: Asker, bell: &Arc<Bell>) {
+        self.waiting.entry(asker.ticket).or_insert_with(|| {
+            let bell = Arc::clone(bell);
+            Waiter { asker, bell, passed: 0, tried: None, verdict: None }
+        });
+    }
+
+    /// The request waits no longer.
+    pub(crate) fn leave(&mut self, ticket: u64) -> Bells {
+        if self.waiting.remove(&ticket).is_some() { self.changed() } else { Vec::new() }
+    }
+
+    /// The request was served: those who came before it were passed over.
+    pub(crate) fn served(&mut self, asker: &Asker) {
+        let rank = self.rank_of(asker);
+        for waiter in self.waiting.values_mut() {
+            if waiter.asker.ticket != asker.ticket && waiter.rank() < rank {
+                waiter.passed = waiter.passed.saturating_add(1);
+            }
+        }
+    }
+
+    /// Something changed that may help those who wait: returns whom to wake.
+    pub(crate) fn changed(&mut self) -> Bells {
+        if self.waiting.is_empty() {
+            return Vec::new();
+        }
+        self.changes += 1;
+        let mut order: Vec<_> = self.waiting.values().collect();
+        order.sort_unstable_by_key(|waiter| waiter.rank());
+        order.into_iter().take(WOKEN).map(|waiter| Arc::clone(&waiter.bell)).collect()
+    }
+
+    /// The request has tried in vain since the last change.
+    pub(crate) fn tried(&mut self, ticket: u64) {
+        if let Some(waiter) = self.waiting.get_mut(&ticket) {
+            waiter.tried = Some(self.changes);
+        }
+    }
+
+    /// What was decided about a request that waits.
+    pub(crate) fn verdict(&self, ticket: u64) -> Option<Verdict> {
+        self.waiting.get(&ticket).and_then(|waiter| waiter.verdict)
+    }
+
+    /// Decides about a request that waits; returns its bell.
+    pub(crate) fn decide(&mut self, ticket: u64, verdict: Verdict) -> Option<Arc<Bell>> {
+        let waiter = self.waiting.get_mut(&ticket)?;
+        waiter.verdict = Some(verdict);
+        Some(Arc::clone(&waiter.bell))
+    }
+
+    /// How many wait.
+    pub(crate) fn len(&self) -> usize {
+        self.waiting.len()
+    }
+
+    fn rank_of(&self, asker: &Asker) -> (Reverse<bool>, Reverse<i32>, u64) {
+        let known = self.waiting.get(&asker.ticket).map(Waiter::rank);
+        known.unwrap_or((Reverse(false), Reverse(asker.priority), asker.ticket))
+    }
+
+    /// Those nobody has decided about yet.
+    fn undecided(&self) -> impl Iterator<Item = &Waiter> {
+        self.waiting.values().filter(|waiter| waiter.verdict.is_none())
+    }
+
+    /// Those who come before a request. A thread does not wait for a future of its own, which nobody else
+    /// may be going to poll.
+    fn ahead_of(&self, asker: &Asker) -> impl Iterator<Item = &Waiter> {
+        let rank = self.rank_of(asker);
+        let (owner, ticket, blocks) = (asker.owner, asker.ticket, asker.blocks);
+        self.undecided().filter(move |waiter| {
+            let own_future = blocks && !waiter.asker.blocks && waiter.asker.owner == owner;
+            waiter.asker.ticket != ticket && waiter.rank() < rank && !own_future
+        })
+    }
+
+    /// Whether the owner can do nothing but wait.
+    fn is_waiting(&self, owner: Owner, standing: Standing) -> bool {
+        let mut own = self.undecided().filter(|waiter| waiter.asker.owner == owner);
+        match standing {
+            Standing::Gone => true,
+            Standing::Thread => own.any(|waiter| waiter.asker.blocks),
+            Standing::Task { threads } => own.count() >= threads.max(1) as usize,
+        }
+    }
+}
+
+/// What may still come.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Sources {
+    /// Frees that wait for other streams.
+    pub(crate) events: bool,
+    /// What other threads and tasks hold.
+    pub(crate) owners: bool,
+    /// What other processes hold.
+    pub(crate) processes: bool,
+    /// The turn of this request, after others that have still to try.
+    pub(crate) turn: bool,
+}
+
+impl Sources {
+    pub(crate) fn any(self) -> bool {
+        self.events || self.owners || self.processes || self.turn
+    }
+}
+
+impl<D: Driver> Locked<'_, D> {
+    pub(crate) fn live_blocks(&self) -> impl Iterator<Item = &Block> {
+        self.state.blocks.iter().map(|(_, block)| block).filter(|b| b.state == BlockState::Live)
+    }
+
+    /// Whether a request may take what is free now, or has to wait for others first.
+    pub(crate) fn may_try(&self, asker: &Asker) -> bool {
+        let queue = &self.state.queue;
+        let mut ahead = queue.ahead_of(asker).peekable();
+        if ahead.peek().is_none() {
+            return true;
+        }
+        if ahead.any(|waiter| waiter.is_starved() || waiter.asker.owner == asker.owner) {
+            return false;
+        }
+        // Futures keep their order, but for tasks', each of which asks for one thing at a time.
+        let is_task = || {
+            let standing = owner::standings(std::iter::once(asker.owner));
+            matches!(standing.get(&asker.owner), Some(Standing::Task { .. }))
+        };
+        (asker.blocks || is_task()) && self.live_blocks().any(|block| block.owner == asker.owner)
+    }
+
+    /// Who holds memory and is still there.
+    fn holders(&self) -> BTreeMap<Owner, Standing> {
+        let owners: BTreeSet<Owner> = self.live_blocks().map(|block| block.owner).collect();
+        let mut standings = owner::standings(owners.into_iter());
+        standings.retain(|_, standing| *standing != Standing::Gone);
+        standings
+    }
+
+    /// What may still come for a request that waits. `free` is what the device reports.
+    pub(crate) fn sources(&self, asker: &Asker, request: &Request, free: Option<u64>) -> Sources {
+        let queue = &self.state.queue;
+        let holders = self.holders();
+        let owners = holders.iter().any(|(&owner, &standing)| !queue.is_waiting(owner, standing));
+        let to_try = |waiter: &Waiter| waiter.tried != Some(queue.changes);
+        let most = self.state.limit.unwrap_or(u64::MAX).min(self.device.total);
+        let fits = request.size <= most;
+        Sources {
+            events: fits && !self.state.pending.is_empty(),
+            owners: fits && owners,
+            processes: fits && self.others_may_help(request, free),
+            turn: queue.ahead_of(asker).any(to_try),
+        }
+    }
+
+    /// Whether the memory that other processes hold would be enough, and may be had.
+    fn others_may_help(&self, request: &Request, free: Option<u64>) -> bool {
+        let Some(free) = free else { return false };
+        let used = self.device.total.saturating_sub(free);
+        let others =
+            used.saturating_sub(self.reserved()).saturating_sub(self.device.process_overhead);
+        let allowed =
+            self.state.limit.map_or(u64::MAX, |limit| limit.saturating_sub(self.reserved()));
+        others > 0
+            && request.wanted <= allowed
+            && request.wanted <= free.saturating_add(others).saturating_add(self.cached())
+    }
+
+    /// If those who hold memory all wait for each other, the request that is to be refused.
+    pub(crate) fn standstill(&mut self, sources: Sources) -> Option<(u64, Verdict)> {
+        if sources.events || sources.turn {
+            return None;
+        }
+        let holders = self.holders();
+        let queue = &mut self.state.queue;
+        let is_task = |standing: &Standing| matches!(standing, Standing::Task { .. });
+        let tasks: BTreeMap<_, _> =
+            holders.iter().filter(|(_, standing)| is_task(standing)).collect();
+        let all_wait = |queue: &Queue| tasks.iter().all(|(&&o, &&s)| queue.is_waiting(o, s));
+        if tasks.is_empty() || !all_wait(queue) {
+            let in_vain = !sources.owners && !sources.processes;
+            let least = queue
+                .undecided()
+                .min_by_key(|waiter| (waiter.asker.priority, Reverse(waiter.asker.ticket)));
+            return least.filter(|_| in_vain).map(|least| (least.asker.ticket, Verdict::InVain));
+        }
+        // Those kept back for one that starves may fit.
+        let mut kept_back = false;
+        for waiter in queue.waiting.values_mut().filter(|waiter| waiter.is_starved()) {
+            waiter.passed = 0;
+            kept_back = true;
+        }
+        if kept_back {
+            return None;
+        }
+        let verdict = if tasks.len() > 1 { Verdict::GiveWay } else { Verdict::Split };
+        let holds = |waiter: &&Waiter| tasks.contains_key(&waiter.asker.owner);
+        let least = queue.undecided().filter(holds).min_by_key(|waiter| {
+            let Asker { priority, owner, ticket, .. } = waiter.asker;
+            (priority, Reverse(owner), Reverse(ticket))
+        })?;
+        Some((least.asker.ticket, verdict))
+    }
+}

@@ -1,0 +1,238 @@
+//! Receipts: one record per shortage, survived or refused.
+//!
+//! Kept in a bounded ring. Whoever wants them as they come (to write them to a file, to log them)
+//! listens; listeners are called by the thread that was short of memory, with no lock held.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use crate::driver::Driver;
+use crate::error::{Shortage, seconds};
+use crate::history::Context;
+use crate::ladder::{Ladder, Rung};
+use crate::locked::Locked;
+use crate::owner::{self, Owner};
+use crate::size::display;
+
+/// The record of one shortage.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct Receipt {
+    /// Its number, from 1 for each engine.
+    pub number: u64,
+    /// The device.
+    pub device: u32,
+    /// When the request fell short, on the engine's clock.
+    #[serde(with = "seconds")]
+    pub at: Duration,
+    /// The time lost by it.
+    #[serde(with = "seconds")]
+    pub took: Duration,
+    /// The ladder that was climbed.
+    pub ladder: Ladder,
+    /// Who asked: the thread, or the task.
+    pub who: String,
+    /// The tag of the request: the number of its stack, where those are recorded.
+    pub context: Context,
+    /// How it ended.
+    pub outcome: Outcome,
+    /// The figures when it ended, and each rung.
+    pub shortage: Shortage,
+    /// The largest groups of live allocations when it ended, the largest first.
+    pub groups: Vec<Group>,
+    /// Who held live memory when it ended, the most first.
+    pub holders: Vec<Holder>,
+}
+
+/// How a shortage ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum Outcome {
+    /// The request was served, by this rung.
+    Survived(Rung),
+    /// Refused: full now.
+    Full,
+    /// Refused: it can never fit.
+    NeverFits,
+    /// Refused: the task was told to give way.
+    GiveWay,
+    /// Refused: the task was told to split.
+    Split,
+    /// Refused: the driver failed.
+    Driver,
+    /// The request was given up by who made it.
+    GivenUp,
+}
+
+impl Outcome {
+    /// Whether the request was served.
+    #[must_use]
+    pub fn is_survived(self) -> bool {
+        matches!(self, Self::Survived(_))
+    }
+
+    /// For people.
+    #[must_use]
+    pub fn text(self) -> String {
+        match self {
+            Self::Survived(rung) => format!("survived by {rung}"),
+            Self::Full => "refused".to_owned(),
+            Self::NeverFits => "refused: it can never fit".to_owned(),
+            Self::GiveWay => "told to give way".to_owned(),
+            Self::Split => "told to split".to_owned(),
+            Self::Driver => "refused: the driver failed".to_owned(),
+            Self::GivenUp => "given up".to_owned(),
+        }
+    }
+}
+
+/// Live allocations of one size and one tag.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct Group {
+    /// The tag: the number of a stack, where those are recorded.
+    pub context: Context,
+    /// Bytes each was asked for with.
+    pub each: u64,
+    /// How many there are.
+    pub count: u64,
+    /// Bytes of their blocks together.
+    pub bytes: u64,
+}
+
+/// What one thread or task held.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct Holder {
+    /// Who.
+    pub who: String,
+    /// Bytes of live blocks.
+    pub bytes: u64,
+}
+
+impl fmt::Display for Receipt {
+    /// One line.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "shortage {} on device {}: {} for {}, {} after {:.1} ms",
+            self.number,
+            self.device,
+            display(self.shortage.requested),
+            self.who,
+            self.outcome.text(),
+            self.took.as_secs_f64() * 1e3,
+        )
+    }
+}
+
+/// How many groups and holders a receipt names.
+const NAMED: usize = 8;
+
+impl<D: Driver> Locked<'_, D> {
+    /// The largest groups of live allocations, and who holds most.
+    pub(crate) fn who_holds_what(&self) -> (Vec<Group>, Vec<Holder>) {
+        let mut groups: BTreeMap<(Context, u64), Group> = BTreeMap::new();
+        let mut holders: BTreeMap<Owner, u64> = BTreeMap::new();
+        for block in self.live_blocks() {
+            let new = Group { context: block.context, each: block.requested, count: 0, bytes: 0 };
+            let group = groups.entry((block.context, block.requested)).or_insert(new);
+            group.count += 1;
+            group.bytes += block.size;
+            *holders.entry(block.owner).or_default() += block.size;
+        }
+        let mut groups: Vec<Group> = groups.into_values().collect();
+        groups.sort_by_key(|group| std::cmp::Reverse(group.bytes));
+        groups.truncate(NAMED);
+        let mut holders: Vec<(Owner, u64)> = holders.into_iter().collect();
+        holders.sort_by_key(|&(_, bytes)| std::cmp::Reverse(bytes));
+        holders.truncate(NAMED);
+        let named = |(owner, bytes)| Holder { who: owner::name_of(owner), bytes };
+        (groups, holders.into_iter().map(named).collect())
+    }
+}
+
+/// Who wants receipts as they come. Called with no lock held.
+pub(crate) type Listener = Arc<dyn Fn(&Receipt) + Send + Sync>;
+
+/// The receipts of one engine.
+#[derive(Default)]
+pub(crate) struct Receipts {
+    inner: Mutex<Inner>,
+}
+
+struct Inner {
+    ring: VecDeque<Arc<Receipt>>,
+    room: usize,
+    last: u64,
+    listeners: Vec<Listener>,
+}
+
+impl Default for Inner {
+    fn default() -> Self {
+        Self { ring: VecDeque::new(), room: Receipts::ROOM, last: 0, listeners: Vec::new() }
+    }
+}
+
+impl fmt::Debug for Receipts {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Receipts").field("last", &self.inner().last).finish_non_exhaustive()
+    }
+}
+
+impl Receipts {
+    /// How many are kept.
+    pub(crate) const ROOM: usize = 256;
+
+    fn inner(&self) -> MutexGuard<'_, Inner> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The number of the next one.
+    pub(crate) fn number(&self) -> u64 {
+        let mut inner = self.inner();
+        inner.last += 1;
+        inner.last
+    }
+
+    /// Keeps one, and tells who listens. What a listener panics with stays with it: it is not to bring
+    /// down an allocation.
+    pub(crate) fn file(&self, receipt: Receipt) {
+        let receipt = Arc::new(receipt);
+        let listeners = {
+            let mut inner = self.inner();
+            if inner.ring.len() >= inner.room {
+                inner.ring.pop_front();
+            }
+            if inner.room > 0 {
+                inner.ring.push_back(Arc::clone(&receipt));
+            }
+            inner.listeners.clone()
+        };
+        for listener in listeners {
+            let told = std::panic::AssertUnwindSafe(|| listener(&receipt));
+            let _ = std::panic::catch_unwind(told);
+        }
+    }
+
+    pub(crate) fn listen(&self, listener: Listener) {
+        self.inner().listeners.push(listener);
+    }
+
+    pub(crate) fn keep(&self, room: usize) {
+        let mut inner = self.inner();
+        inner.room = room;
+        let too_many = inner.ring.len().saturating_sub(room);
+        inner.ring.drain(..too_many);
+    }
+
+    /// Those kept, oldest first.
+    pub(crate) fn read(&self) -> Vec<Arc<Receipt>> {
+        self.inner().ring.iter().cloned().collect()
+    }
+}
