@@ -182,7 +182,7 @@ impl<D: Driver> Engine<D> {
             asked: *asked,
             asker: Asker { ticket, owner, priority: owner::priority(), blocks },
             ladder,
-            backoff: Backoff::new(&options, ticket ^ u64::from(owner.0) << 32),
+            backoff: Backoff::new(&options, self.seed.wrapping_add(ticket)),
             options,
             at: 0,
             started,
