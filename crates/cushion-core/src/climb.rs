@@ -87,7 +87,8 @@ pub(crate) enum Progress {
 /// How a visit to a rung ended.
 #[derive(Debug)]
 enum Visit {
-    Served(u64),
+    /// At this address, and what the rung won for it.
+    Served(u64, u64),
     Left(Ended),
     /// It is not asked for.
     Pass,
@@ -239,8 +240,8 @@ impl<D: Driver> Engine<D> {
             let now = self.clock.now();
             let took = now.saturating_sub(began);
             match visit {
-                Visit::Served(address) => {
-                    climb.note(step.rung, Ended::Served, 0, took);
+                Visit::Served(address, won) => {
+                    climb.note(step.rung, Ended::Served, won, took);
                     return Progress::Done(self.survive(climb, step.rung, address));
                 }
                 Visit::Won(won) => {
@@ -310,7 +311,7 @@ impl<D: Driver> Engine<D> {
             }
             climb.injected = None;
             return match self.then(climb, &[Then::Search, Then::Ask]) {
-                Ok(Some(address)) => Visit::Served(address),
+                Ok(Some(address)) => Visit::Served(address, 0),
                 Ok(None) => Visit::Left(Ended::Nothing),
                 Err(error) => Visit::Failed(error),
             };
@@ -325,7 +326,7 @@ impl<D: Driver> Engine<D> {
         let visit = match rung {
             Rung::Garbage => self.collect_garbage(climb),
             Rung::Grow => self.grow(climb),
-            Rung::Poll => visit(self.poll(climb)),
+            Rung::Poll => visit(self.poll()),
             Rung::Borrow => visit(self.borrow(climb)),
             Rung::Events => visit(self.wait_for_events(climb)),
             Rung::Oversize => self.give_back_oversize(climb),
@@ -397,7 +398,7 @@ impl<D: Driver> Engine<D> {
 
     fn grow(&self, climb: &mut Climb) -> Visit {
         match self.locked(|mut engine| engine.serve_new(climb)) {
-            Ok(Some(address)) => Visit::Served(address),
+            Ok(Some(address)) => Visit::Served(address, 0),
             Ok(None) => {
                 climb.short = true;
                 let is_too_large = |wanted| wanted > self.device.total;
@@ -419,14 +420,9 @@ impl<D: Driver> Engine<D> {
         })
     }
 
-    fn poll(&self, climb: &Climb) -> DriverResult<Visit> {
-        self.locked(|mut engine| {
-            let before = engine.counters.active_bytes.current();
-            engine.process_events()?;
-            let won = before.saturating_sub(engine.counters.active_bytes.current());
-            let served = if won > 0 { engine.serve_free(climb) } else { None };
-            Ok(served.map_or(Visit::Won(won), Visit::Served))
-        })
+    fn poll(&self) -> DriverResult<Visit> {
+        let won = self.locked(|mut engine| engine.complete_frees())?;
+        Ok(Visit::Won(won))
     }
 
     fn borrow(&self, climb: &Climb) -> DriverResult<Visit> {
@@ -446,7 +442,7 @@ impl<D: Driver> Engine<D> {
                     }
                 }
             };
-            Ok(served.map_or(Visit::Left(Ended::Nothing), Visit::Served))
+            Ok(served.map_or(Visit::Left(Ended::Nothing), |address| Visit::Served(address, 0)))
         })
     }
 
@@ -455,9 +451,7 @@ impl<D: Driver> Engine<D> {
     fn wait_for_events(&self, climb: &mut Climb) -> DriverResult<Visit> {
         let left = self.may_wait(climb);
         self.locked(|mut engine| {
-            let before = engine.counters.active_bytes.current();
-            engine.process_events()?;
-            let won = before.saturating_sub(engine.counters.active_bytes.current());
+            let won = engine.complete_frees()?;
             if won > 0 {
                 climb.note(Rung::Events, Ended::TooLittle, won, Duration::ZERO);
             }
@@ -465,7 +459,7 @@ impl<D: Driver> Engine<D> {
                 return Ok(Visit::Left(Ended::Nothing));
             }
             if let Some(address) = engine.serve_free(climb) {
-                return Ok(Visit::Served(address));
+                return Ok(Visit::Served(address, 0));
             }
             let request = engine.request_of(climb);
             let helps = engine.pending_would_serve(&request)
@@ -518,7 +512,7 @@ impl<D: Driver> Engine<D> {
             }
             won += unmapped + released;
             if !all && let Some(address) = self.then(climb, &[Then::Search, Then::AskAgain])? {
-                return Ok(Visit::Served(address));
+                return Ok(Visit::Served(address, won));
             }
         }
         Ok(if won > 0 { Visit::Won(won) } else { Visit::Left(Ended::Nothing) })
@@ -557,7 +551,7 @@ impl<D: Driver> Engine<D> {
             Called::Panicked if won == 0 => Visit::Left(Ended::Failed),
             Called::All | Called::Panicked => match self.give_back(climb) {
                 // What was freed may lie where only the driver can lay it out anew.
-                Ok(Visit::Served(address)) => Visit::Served(address),
+                Ok(Visit::Served(address, _)) => Visit::Served(address, won),
                 Ok(_) => Visit::Won(won),
                 Err(error) => Visit::Failed(error),
             },
@@ -581,7 +575,7 @@ impl<D: Driver> Engine<D> {
             let mut sources = engine.sources(&climb.asker, &request, free);
             if engine.may_try(&climb.asker) || !sources.any() {
                 if let Some(address) = engine.serve_free(climb) {
-                    return (Visit::Served(address), Bells::new());
+                    return (Visit::Served(address, 0), Bells::new());
                 }
                 let seen = (engine.state.queue.changes(), free);
                 if sources.any() && climb.seen.replace(seen) != Some(seen) {
@@ -615,7 +609,7 @@ impl<D: Driver> Engine<D> {
         self.locked(|mut engine| {
             let request = engine.request_of(climb);
             let served = engine.spill(&request, climb.asked.context)?;
-            Ok(served.map_or(Visit::Left(Ended::Nothing), Visit::Served))
+            Ok(served.map_or(Visit::Left(Ended::Nothing), |address| Visit::Served(address, 0)))
         })
     }
 
@@ -704,6 +698,13 @@ impl<D: Driver> Engine<D> {
 impl<D: Driver> Locked<'_, D> {
     fn request_of(&self, climb: &Climb) -> Request {
         self.request(climb.asked.bytes, climb.asked.stream, climb.asked.owner)
+    }
+
+    /// Completes the frees that other streams are done with; returns their bytes.
+    fn complete_frees(&mut self) -> DriverResult<u64> {
+        let before = self.counters.active_bytes.current();
+        self.process_events()?;
+        Ok(before.saturating_sub(self.counters.active_bytes.current()))
     }
 
     fn join(&mut self, climb: &Climb) {
