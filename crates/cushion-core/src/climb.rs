@@ -64,6 +64,8 @@ pub(crate) struct Climb {
     vain: [Option<u64>; Rung::ALL.len()],
     /// Changes, and what the device had free, when it last went up from the bottom.
     seen: Option<(u64, Option<u64>)>,
+    /// Whether work was under way, when it last looked, that memory may come from.
+    awaits_work: bool,
     /// What callbacks won so far; they are asked again only if they won something.
     called: Option<u64>,
     bell: Arc<Bell>,
@@ -193,6 +195,7 @@ impl<D: Driver> Engine<D> {
             rungs: Vec::new(),
             vain: [None; Rung::ALL.len()],
             seen: None,
+            awaits_work: false,
             called: None,
             bell: Arc::default(),
             pausing: None,
@@ -462,6 +465,9 @@ impl<D: Driver> Engine<D> {
                 return Ok(Visit::Served(address, 0));
             }
             let request = engine.request_of(climb);
+            if let Some(address) = engine.borrow_if_allowed(climb, &request)? {
+                return Ok(Visit::Served(address, 0));
+            }
             let helps = engine.pending_would_serve(&request)
                 || !engine.giving_back_helps(&request)? && engine.events_help(&request)?;
             if !helps {
@@ -573,9 +579,19 @@ impl<D: Driver> Engine<D> {
             engine.join(climb);
             let request = engine.request_of(climb);
             let mut sources = engine.sources(&climb.asker, &request, free);
-            if engine.may_try(&climb.asker) || !sources.any() {
+            // One that gave way is let in when its time is up, rather than refused.
+            let held_back = !left.is_zero() && engine.is_held_back(climb.asker.owner);
+            sources.turn |= held_back;
+            if !held_back && engine.may_try(&climb.asker) || !sources.any() {
                 if let Some(address) = engine.serve_free(climb) {
                     return (Visit::Served(address, 0), Bells::new());
+                }
+                let work_ended = std::mem::replace(&mut climb.awaits_work, sources.events);
+                if work_ended && !sources.events {
+                    // Memory that a stream was at work on can be borrowed, or given back, now.
+                    let bells = engine.state.queue.changed();
+                    climb.seen = Some((engine.state.queue.changes(), free));
+                    return (Visit::Again, bells);
                 }
                 let seen = (engine.state.queue.changes(), free);
                 if sources.any() && climb.seen.replace(seen) != Some(seen) {
@@ -583,6 +599,7 @@ impl<D: Driver> Engine<D> {
                 }
                 engine.state.queue.tried(climb.asker.ticket);
                 sources = engine.sources(&climb.asker, &request, free);
+                sources.turn |= held_back;
             }
             if left.is_zero() {
                 return (Visit::Left(Ended::TimeIsUp), Bells::new());
@@ -670,6 +687,9 @@ impl<D: Driver> Engine<D> {
                 engine.state.queue.served(&climb.asker);
             }
             let bells = engine.state.queue.leave(climb.asker.ticket);
+            if outcome == Outcome::GiveWay {
+                engine.gave_way(climb.asker.owner);
+            }
             engine.state.pay_attention();
             let request = engine.request_of(climb);
             let free = engine.driver.memory_info().ok().map(|info| info.free);
@@ -729,6 +749,15 @@ impl<D: Driver> Locked<'_, D> {
         Ok(block.map(|block| self.hand_out(Found { block, policy }, &request, context)))
     }
 
+    /// Borrows, unless that rung is switched off.
+    fn borrow_if_allowed(&mut self, climb: &Climb, request: &Request) -> DriverResult<Option<u64>> {
+        if climb.options.skip_rungs.contains(Rung::Borrow) {
+            return Ok(None);
+        }
+        let policy = self.state.policy;
+        self.borrow_from_streams(request, policy, climb.asked.context)
+    }
+
     fn is_legal(&self, legal: Legal, asked: &Asked) -> DriverResult<bool> {
         Ok(match legal {
             Legal::Always => true,
@@ -737,19 +766,6 @@ impl<D: Driver> Locked<'_, D> {
                 !self.is_recording() || self.driver.capture(asked.stream)?.is_none()
             }
         })
-    }
-
-    /// Whether waiting for pending frees, and for streams that are at work on memory that could be given
-    /// back, may be enough for the request.
-    fn events_help(&mut self, request: &Request) -> DriverResult<bool> {
-        let stats = &self.counters;
-        let active = stats.active_bytes.current();
-        let pending = active.saturating_sub(stats.allocated_bytes.current());
-        let free = self.driver.memory_info()?.free;
-        let allowed =
-            self.state.limit.map_or(u64::MAX, |limit| limit.saturating_sub(self.reserved()));
-        let most = free.min(allowed).saturating_add(self.cached()).saturating_add(pending);
-        Ok(most >= request.size && (pending > 0 || self.has_busy_pages()?))
     }
 
     fn count_shortage(

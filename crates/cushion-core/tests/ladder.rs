@@ -392,7 +392,7 @@ mod tests {
     fn everything_cached_goes_where_the_driver_cannot_use_just_enough() {
         let gpu = gpu_only(140, Rung::Cached, "");
         let blocks = [(S0, 60), (S1, 40)].map(|(s, mib)| take(&gpu, mib * MIB, s));
-        blocks.map(|block| gpu.free(block).unwrap());
+        blocks.iter().for_each(|&block| gpu.free(block).unwrap());
         gpu.driver().set_tenant(1, 20 * MIB);
         gpu.driver().fail(FailWhen::Nth(Call::Alloc, 2), Fault::OutOfMemory);
         take(&gpu, 40 * MIB, S2);
@@ -643,7 +643,8 @@ mod tests {
     /// Each rung in turn is the first that can help; all below it won nothing.
     #[test]
     fn the_first_rung_that_can_help_serves() {
-        let cases: [(Rung, fn(&Gpu)); 4] = [
+        type Case = (Rung, fn(&Gpu));
+        let cases: [Case; 4] = [
             (Rung::Borrow, |gpu| {
                 let cached = take(gpu, 90 * MIB, S1);
                 gpu.free(cached).unwrap();
@@ -654,7 +655,7 @@ mod tests {
             }),
             (Rung::Cached, |gpu| {
                 let blocks = [(); 2].map(|()| take(gpu, 40 * MIB, S1));
-                blocks.map(|block| gpu.free(block).unwrap());
+                blocks.iter().for_each(|&block| gpu.free(block).unwrap());
             }),
             (Rung::Spill, |gpu| {
                 take(gpu, 90 * MIB, S1);
