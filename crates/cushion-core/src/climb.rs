@@ -593,8 +593,11 @@ impl<D: Driver> Engine<D> {
                     climb.seen = Some((engine.state.queue.changes(), free));
                     return (Visit::Again, bells);
                 }
-                let seen = (engine.state.queue.changes(), free);
-                if sources.any() && climb.seen.replace(seen) != Some(seen) {
+                let now = (engine.state.queue.changes(), free);
+                let before = climb.seen.replace(now);
+                // Before it joined the queue, nobody counted what changed.
+                let is_new = before.map_or(sources.any(), |before| before != now);
+                if is_new {
                     return (Visit::Again, Bells::new());
                 }
                 engine.state.queue.tried(climb.asker.ticket);
@@ -644,7 +647,10 @@ impl<D: Driver> Engine<D> {
             self.end(climb, Outcome::Survived(by));
         } else {
             // The driver had more: a miss, and no shortage.
-            self.locked(|engine| engine.counters.misses.add(1));
+            self.locked(|engine| {
+                engine.counters.misses.add(1);
+                engine.state.queue.passed_over(climb.asker.ticket);
+            });
         }
         Ok(address)
     }
@@ -684,7 +690,7 @@ impl<D: Driver> Engine<D> {
         let (shortage, (groups, holders), bells) = self.locked(|mut engine| {
             if outcome.is_survived() {
                 engine.counters.misses.add(1);
-                engine.state.queue.served(&climb.asker);
+                engine.state.queue.passed_over(climb.asker.ticket);
             }
             let bells = engine.state.queue.leave(climb.asker.ticket);
             if outcome == Outcome::GiveWay {

@@ -113,13 +113,10 @@ impl Queue {
         if self.waiting.remove(&ticket).is_some() { self.changed() } else { Vec::new() }
     }
 
-    /// The request was served: those who came before it were passed over.
-    pub(crate) fn served(&mut self, asker: &Asker) {
-        let rank = self.rank_of(asker);
-        for waiter in self.waiting.values_mut() {
-            if waiter.asker.ticket != asker.ticket && waiter.rank() < rank {
-                waiter.passed = waiter.passed.saturating_add(1);
-            }
+    /// A request was served: those who asked before it were passed over.
+    pub(crate) fn passed_over(&mut self, ticket: u64) {
+        for (_, waiter) in self.waiting.range_mut(..ticket) {
+            waiter.passed = waiter.passed.saturating_add(1);
         }
     }
 
