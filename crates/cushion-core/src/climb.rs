@@ -122,6 +122,11 @@ impl Climb {
         self.deadline.saturating_sub(now)
     }
 
+    /// Whether it went up from the bottom: one that had to queue has not.
+    fn has_climbed(&self) -> bool {
+        self.rungs.iter().any(|tried| tried.rung == Rung::Grow)
+    }
+
     fn step(&self) -> Option<Step> {
         self.ladder.steps().get(self.at).copied()
     }
@@ -581,6 +586,7 @@ impl<D: Driver> Engine<D> {
             let mut sources = engine.sources(&climb.asker, &request, free);
             // One that gave way is let in when its time is up, rather than refused.
             let held_back = !left.is_zero() && engine.is_held_back(climb.asker.owner);
+            engine.state.queue.hold_back(climb.asker.ticket, held_back);
             sources.turn |= held_back;
             if !held_back && engine.may_try(&climb.asker) || !sources.any() {
                 if let Some(address) = engine.serve_free(climb) {
@@ -596,7 +602,8 @@ impl<D: Driver> Engine<D> {
                 let now = (engine.state.queue.changes(), free);
                 let before = climb.seen.replace(now);
                 // Before it joined the queue, nobody counted what changed.
-                let is_new = before.map_or(sources.any(), |before| before != now);
+                let is_new =
+                    before.map_or(sources.any() || !climb.has_climbed(), |before| before != now);
                 if is_new {
                     return (Visit::Again, Bells::new());
                 }
