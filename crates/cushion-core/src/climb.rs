@@ -13,23 +13,17 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use crate::backoff::Backoff;
-use crate::borrow::Lend;
-use crate::callbacks::{Called, Plea};
 use crate::clock::Bell;
 use crate::driver::{Driver, DriverError, DriverResult};
-use crate::engine::{Engine, ring};
-use crate::error::{AllocError, Ended, Shortage, Tried};
-use crate::history::Action;
+use crate::engine::Engine;
+use crate::error::{AllocError, Ended, Tried};
 use crate::inject::Injected;
-use crate::ladder::{Ladder, Legal, Rung, Step, Then};
-use crate::locked::{Asked, Attempt, Found, Locked};
+use crate::ladder::{Ladder, Rung, Step, Then};
+use crate::locked::{Asked, Attempt};
 use crate::options::Options;
 use crate::owner;
-use crate::policy::{Policy, Request};
-use crate::pool::PoolId;
-use crate::queue::{Asker, Bells, Standstill, Verdict};
-use crate::receipt::{Outcome, Receipt};
-use crate::stats::LaneFigures;
+use crate::queue::{Asker, Verdict};
+use crate::receipt::Outcome;
 
 /// How long all requests of a process have waited.
 #[derive(Debug, Clone, Default)]

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, Tr
 use rustc_hash::FxHashMap;
 
 use crate::block::{BlockId, BlockState, BlockTable};
-use crate::callbacks::{CallbackId, Callbacks, Plea};
+use crate::callbacks::Callbacks;
 use crate::check::Violation;
 use crate::climb::Waited;
 use crate::clock::{Bell, Clock, VirtualClock};
@@ -13,7 +13,6 @@ use crate::driver::{Driver, DriverError, Properties, StreamId};
 use crate::error::{AddressError, AllocError, FractionError, PoolError};
 use crate::future::AllocFuture;
 use crate::history::{Action, Context, Entry, History};
-use crate::inject::Injection;
 use crate::ladder::Ladder;
 use crate::locked::{Asked, Attempt, Locked, State};
 use crate::options::{NotOurs, Options, OptionsError};
@@ -24,7 +23,7 @@ use crate::policy::Policy;
 use crate::pool::{PoolId, PoolTable};
 use crate::private::StreamFilter;
 use crate::queue::Queue;
-use crate::receipt::{Receipt, Receipts};
+use crate::receipt::Receipts;
 use crate::restore::{HeldSegment, RestoreError};
 use crate::segment::SegmentTable;
 use crate::snapshot::Snapshot;
@@ -152,7 +151,7 @@ impl<D: Driver> Engine<D> {
 
     /// The lock. It is kept for less time than it takes to put a thread to sleep and to wake it, unless
     /// the driver is being asked: so look again for a moment before waiting.
-    fn lock(&self) -> MutexGuard<'_, State> {
+    pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
         const LOOKS: u32 = 60;
         const PAUSES: u32 = 10;
         for _ in 0..LOOKS {
@@ -173,7 +172,7 @@ impl<D: Driver> Engine<D> {
     /// Changes something that may help those who wait for memory, and wakes them.
     fn changing<T>(&self, f: impl FnOnce(Locked<'_, D>) -> T) -> T {
         let result = self.locked(f);
-        ring(self.lock().queue.changed());
+        self.wake();
         result
     }
 
@@ -269,8 +268,7 @@ impl<D: Driver> Engine<D> {
     /// Something was given back: wakes those who wait for it.
     #[cold]
     fn wake(&self) {
-        let bells = self.lock().queue.changed();
-        ring(bells);
+        ring(self.locked(|engine| engine.state.queue.changed()));
     }
 
     /// Notes that work on `stream` uses the allocation at `address`.
