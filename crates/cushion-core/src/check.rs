@@ -271,7 +271,25 @@ impl<D: Driver> Locked<'_, D> {
                 add("inactive_split_bytes", small, block.size);
             }
         }
-        for (_, segment) in self.state.segments.iter().filter(|(_, segment)| segment.is_plain()) {
+        let leaving: BTreeMap<SegmentId, u64> = self
+            .state
+            .blocks
+            .iter()
+            .filter(|(_, block)| block.state == BlockState::Leaving)
+            .map(|(_, block)| (block.segment, block.size))
+            .collect();
+        ensure!(
+            leaving.values().sum::<u64>() == self.state.leaving,
+            "{} bytes leave, not {leaving:?}",
+            self.state.leaving
+        );
+        let plain: Vec<_> = self
+            .state
+            .segments
+            .iter()
+            .filter(|(id, segment)| segment.is_plain() && !leaving.contains_key(id))
+            .collect();
+        for (_, segment) in &plain {
             let small = self.state.pools[segment.pool].small;
             add("segment", small, 1);
             add("reserved_bytes", small, segment.size);
@@ -325,7 +343,7 @@ impl<D: Driver> Locked<'_, D> {
             "oversize_allocations.current is {}",
             stats.oversize_allocations.current
         );
-        let segments = self.state.segments.iter().filter(|(_, s)| s.is_plain() && oversize(s.size));
+        let segments = plain.iter().filter(|(_, segment)| oversize(segment.size));
         ensure!(
             stats.oversize_segments.current == segments.count() as u64,
             "oversize_segments.current is {}",
@@ -348,7 +366,8 @@ impl<D: Driver> Locked<'_, D> {
     /// What each private pool holds equals a recount.
     fn check_private_pools(&self, stats: &Stats) -> Result<(), Violation> {
         let mut recount = BTreeMap::<(PoolId, bool), u64>::new();
-        for (_, block) in self.state.blocks.iter().filter(|(_, block)| block.is_mapped()) {
+        let held = |block: &Block| block.is_mapped() && block.state != BlockState::Leaving;
+        for (_, block) in self.state.blocks.iter().filter(|(_, block)| held(block)) {
             let pool = &self.state.pools[block.pool];
             *recount.entry((pool.id, pool.small)).or_default() += block.size;
         }

@@ -127,6 +127,12 @@ impl Climb {
         self.ladder.rungs().position(|it| it == rung).unwrap_or(0)
     }
 
+    /// The last step before host memory is tried, or the last of all.
+    fn rungs_before_spill(&self) -> usize {
+        let spill = self.ladder.rungs().position(|rung| rung == Rung::Spill);
+        spill.unwrap_or(self.ladder.steps().len()) - 1
+    }
+
     /// Notes how a visit to a rung ended. Later visits add to what it won and took.
     fn note(&mut self, rung: Rung, ended: Ended, won: u64, took: Duration) {
         if let Some(tried) = self.rungs.iter_mut().find(|tried| tried.rung == rung) {
@@ -390,21 +396,27 @@ impl<D: Driver> Engine<D> {
     }
 
     fn grow(&self, climb: &mut Climb) -> Visit {
-        let served = self.locked(|mut engine| {
-            let request = engine.request_of(climb);
-            if request.wanted > engine.device.total {
-                return Ok(None);
-            }
-            engine.serve_new(climb)
-        });
-        match served {
+        match self.locked(|mut engine| engine.serve_new(climb)) {
             Ok(Some(address)) => Visit::Served(address),
             Ok(None) => {
                 climb.short = true;
+                let is_too_large = |wanted| wanted > self.device.total;
+                if is_too_large(self.locked(|engine| engine.request_of(climb).wanted)) {
+                    // Nothing on the device could help.
+                    climb.at = climb.rungs_before_spill();
+                }
                 Visit::Left(Ended::Nothing)
             }
             Err(error) => Visit::Failed(error),
         }
+    }
+
+    /// Whether the request is for more than the device, or the limit on it, could ever give.
+    fn never_fits(&self, climb: &Climb) -> bool {
+        self.locked(|engine| {
+            let request = engine.request_of(climb);
+            request.wanted > engine.state.limit.unwrap_or(u64::MAX).min(engine.device.total)
+        })
     }
 
     fn poll(&self, climb: &Climb) -> DriverResult<Visit> {
@@ -456,7 +468,9 @@ impl<D: Driver> Engine<D> {
                 return Ok(Visit::Served(address));
             }
             let request = engine.request_of(climb);
-            if engine.giving_back_helps(&request)? || !engine.events_help(&request)? {
+            let helps = engine.pending_would_serve(&request)
+                || !engine.giving_back_helps(&request)? && engine.events_help(&request)?;
+            if !helps {
                 return Ok(Visit::Left(Ended::Nothing));
             }
             if left.is_zero() {
@@ -626,12 +640,8 @@ impl<D: Driver> Engine<D> {
             self.end(climb, Outcome::Driver);
             return Err(error.into());
         }
-        let never = self.locked(|engine| {
-            let request = engine.request_of(climb);
-            request.wanted > engine.state.limit.unwrap_or(u64::MAX).min(engine.device.total)
-        });
         let outcome = match climb.verdict {
-            _ if never => Outcome::NeverFits,
+            _ if self.never_fits(climb) => Outcome::NeverFits,
             Some(Verdict::GiveWay) => Outcome::GiveWay,
             Some(Verdict::Split) => Outcome::Split,
             Some(Verdict::InVain) | None => Outcome::Full,

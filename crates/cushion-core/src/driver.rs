@@ -36,12 +36,14 @@ mod memory;
 mod prices;
 mod script;
 mod sim;
+mod sim_clock;
 
 pub use checked::CheckedDriver;
 pub use memory::SimMemory;
 pub use prices::{Priced, price};
 pub use script::FailWhen;
 pub use sim::{CallCounts, SimConfig, SimDriver};
+pub use sim_clock::SimClock;
 
 use std::fmt;
 use std::sync::Arc;

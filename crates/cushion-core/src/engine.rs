@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, Tr
 
 use rustc_hash::FxHashMap;
 
-use crate::block::{BlockId, BlockTable};
+use crate::block::{BlockId, BlockState, BlockTable};
 use crate::callbacks::{CallbackId, Callbacks, Plea};
 use crate::check::Violation;
 use crate::climb::Waited;
@@ -111,6 +111,7 @@ impl<D: Driver> Engine<D> {
             limit,
             history: History::default(),
             pages_counted: [0; 3],
+            leaving: 0,
             left_ranges: Vec::new(),
             queue: Queue::default(),
             injection: None,
@@ -450,7 +451,13 @@ impl<D: Driver> Engine<D> {
                 .map(|&id| &state.blocks[id])
                 .filter(|block| oversize(block.size) && block.pool != PoolTable::SPILL)
                 .count(),
-            state.segments.iter().filter(|(_, s)| s.is_plain() && oversize(s.size)).count(),
+            state
+                .blocks
+                .iter()
+                .filter(|(_, b)| b.prev.is_none() && b.state != BlockState::Leaving)
+                .map(|(_, b)| &state.segments[b.segment])
+                .filter(|s| s.is_plain() && oversize(s.size))
+                .count(),
         );
         self.counters.oversize_allocations.set_current(allocations as u64);
         self.counters.oversize_segments.set_current(segments as u64);

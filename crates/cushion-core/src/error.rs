@@ -118,6 +118,13 @@ impl Shortage {
         self.device_free.unwrap_or(0).min(allowed)
     }
 
+    /// The rungs that did something, for people.
+    pub fn deeds(&self) -> impl Iterator<Item = &Tried> {
+        self.tried.iter().filter(|tried| {
+            tried.ended.was_tried() && (tried.ended != Ended::Nothing || tried.rung == Rung::Grow)
+        })
+    }
+
     /// What would make the request fit, the least change first. Worked out when asked.
     #[must_use]
     pub fn remedies(&self) -> Vec<Remedy> {
@@ -297,8 +304,7 @@ impl fmt::Display for Shortage {
         if self.injected {
             write!(f, "; this failure was injected")?;
         }
-        for (index, tried) in self.tried.iter().filter(|tried| tried.ended.was_tried()).enumerate()
-        {
+        for (index, tried) in self.deeds().enumerate() {
             write!(f, "{} {tried}", if index == 0 { ". Cushion" } else { ", then" })?;
         }
         Ok(())

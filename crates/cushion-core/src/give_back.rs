@@ -6,7 +6,7 @@
 
 use std::collections::BTreeMap;
 
-use crate::block::{BlockId, BlockState};
+use crate::block::{Block, BlockId, BlockState};
 use crate::driver::{Driver, DriverResult, StreamId};
 use crate::engine::{Engine, ring};
 use crate::history::{Action, Context};
@@ -54,10 +54,10 @@ impl<D: Driver> Engine<D> {
     /// Waits for the events that are pending now (of one private pool, if given) and completes the frees
     /// behind them.
     fn finish_pending(&self, only: Option<PoolId>) -> DriverResult<()> {
-        let count = self.locked(|engine| {
+        let count = self.locked(|mut engine| {
             engine.counters.num_sync_all_streams.add(1);
-            engine.state.pending.count()
-        });
+            engine.first_event(only).map(|_| engine.state.pending.count())
+        })?;
         for _ in 0..count {
             let Some(first) = self.locked(|mut engine| engine.first_event(only))? else { break };
             self.driver.event_synchronize(first.1)?;
@@ -261,6 +261,29 @@ impl<D: Driver> Locked<'_, D> {
         Ok(false)
     }
 
+    /// Whether blocks that are free or pending lie together in the request's own lane, so that they would serve
+    /// it once the pending ones are free.
+    pub(crate) fn pending_would_serve(&self, request: &Request) -> bool {
+        let blocks = &self.state.blocks;
+        let is_own = |block: &Block| {
+            (block.pool, block.stream) == (request.pool, request.stream)
+                && block.state == BlockState::Pending
+        };
+        let to_be_free =
+            |id: &BlockId| matches!(blocks[*id].state, BlockState::Pending | BlockState::Free);
+        let run = |from: Option<BlockId>, next: fn(&Block) -> Option<BlockId>| -> u64 {
+            let run = std::iter::successors(from.filter(to_be_free), |&id| {
+                next(&blocks[id]).filter(to_be_free)
+            });
+            run.map(|id| blocks[id].size).sum()
+        };
+        let mut pending = blocks.iter().map(|(_, block)| block).filter(|block| is_own(block));
+        pending.any(|block| {
+            let around = run(block.prev, |b| b.prev) + run(block.next, |b| b.next);
+            around + block.size >= request.size
+        })
+    }
+
     /// Whether giving back would make room for the request now.
     pub(crate) fn giving_back_helps(&mut self, request: &Request) -> DriverResult<bool> {
         let room = self.room()?;
@@ -302,15 +325,16 @@ impl<D: Driver> Locked<'_, D> {
                 candidates.truncate(until.map_or(candidates.len(), |last| last + 1));
             }
         }
+        // Pages first: what is detached must not be lost to a driver that fails.
         let before = self.reserved();
-        let mut leaving = Vec::new();
-        for (_, id) in candidates {
-            match self.may_give_back(id) {
-                GiveBack::Segment => leaving.push(self.detach(id)),
-                _ => self.unmap_block(id, context)?,
-            }
+        let is_segment = |id| self.may_give_back(id) == GiveBack::Segment;
+        let (segments, pages): (Vec<_>, Vec<_>) =
+            candidates.into_iter().map(|(_, id)| id).partition(|&id| is_segment(id));
+        for id in pages {
+            self.unmap_block(id, context)?;
         }
-        Ok((leaving, before.saturating_sub(self.reserved())))
+        let unmapped = before.saturating_sub(self.reserved());
+        Ok((segments.into_iter().map(|id| self.detach(id)).collect(), unmapped))
     }
 
     /// Takes enough blocks that are too large to be split out of their pool for the driver to serve the
@@ -402,31 +426,15 @@ impl<D: Driver> Locked<'_, D> {
         leaving
     }
 
-    /// Takes a plain segment whose only block is free out of its pool.
+    /// Takes a plain segment whose only block is free out of its pool, and out of the figures: another thread
+    /// may get its memory before this one has the lock again.
     fn detach(&mut self, id: BlockId) -> Leaving {
         let State { blocks, pools, .. } = &mut *self.state;
         let block = &mut blocks[id];
         debug_assert!(block.is_free() && !block.is_split());
         block.state = BlockState::Leaving;
-        let (address, bytes) = (block.address, block.size);
-        pools[block.pool].lane_mut(block.stream).remove_free(bytes, address);
-        Leaving { block: id, address, bytes }
-    }
-
-    /// The driver would not have a segment: it is as free as before.
-    fn segment_stays(&mut self, segment: &Leaving) {
-        self.insert_free(segment.block);
-    }
-
-    /// The driver took a segment.
-    fn segment_left(&mut self, segment: &Leaving, context: Context) {
-        let &Leaving { block: id, address, bytes } = segment;
-        let State { blocks, segments, pools, .. } = &mut *self.state;
-        let block = blocks.remove(id);
-        let (pool, stream) = (block.pool, block.stream);
-        pools[pool].segments -= 1;
-        let segment = segments.remove(block.segment);
-        let context = if context == Context::NONE { segment.context } else { context };
+        let (address, bytes, pool) = (block.address, block.size, block.pool);
+        pools[pool].lane_mut(block.stream).remove_free(bytes, address);
         let (private, small) = (pools[pool].id, pools[pool].small);
         self.counters.segment.decrease(small, 1);
         self.counters.reserved_bytes.decrease(small, bytes);
@@ -434,6 +442,35 @@ impl<D: Driver> Locked<'_, D> {
         if self.is_oversize(bytes) {
             self.counters.oversize_segments.decrease(1);
         }
+        self.state.leaving += bytes;
+        Leaving { block: id, address, bytes }
+    }
+
+    /// The driver would not have a segment: it is as free as before.
+    fn segment_stays(&mut self, segment: &Leaving) {
+        let &Leaving { block, bytes, .. } = segment;
+        self.state.leaving -= bytes;
+        self.insert_free(block);
+        let pool = &self.state.pools[self.state.blocks[block].pool];
+        let (private, small) = (pool.id, pool.small);
+        self.counters.segment.increase(small, 1);
+        self.counters.reserved_bytes.increase(small, bytes);
+        self.counters.reserved_by_private.increase(private, small, bytes);
+        if self.is_oversize(bytes) {
+            self.counters.oversize_segments.increase(1);
+        }
+    }
+
+    /// The driver took a segment.
+    fn segment_left(&mut self, segment: &Leaving, context: Context) {
+        let &Leaving { block, address, bytes } = segment;
+        let State { blocks, segments, pools, leaving, .. } = &mut *self.state;
+        *leaving -= bytes;
+        let block = blocks.remove(block);
+        let (pool, stream) = (block.pool, block.stream);
+        pools[pool].segments -= 1;
+        let segment = segments.remove(block.segment);
+        let context = if context == Context::NONE { segment.context } else { context };
         self.counters.num_device_free.add(1);
         self.record(Action::SegmentFree, address, bytes, (stream, pool), context);
     }

@@ -18,8 +18,11 @@ impl<D: Driver> Locked<'_, D> {
         policy: Policy,
         context: Context,
     ) -> DriverResult<Option<BlockId>> {
-        let after = self.reserved().checked_add(request.wanted);
-        if self.state.limit.is_some_and(|limit| after.is_none_or(|after| after > limit)) {
+        // What is on its way back to the driver is still held.
+        let held = self.reserved().saturating_add(self.state.leaving);
+        let after = held.saturating_add(request.wanted);
+        if request.wanted > self.device.total || self.state.limit.is_some_and(|limit| after > limit)
+        {
             return Ok(None);
         }
         let lane = self.state.pools[request.pool].lane(request.stream);

@@ -62,7 +62,7 @@ pub use callbacks::{CallbackId, Plea};
 pub use check::Violation;
 pub use climb::Waited;
 pub use clock::{Bell, Clock, VirtualClock};
-pub use driver::{CheckedDriver, Driver, DriverError, SimConfig, SimDriver, StreamId};
+pub use driver::{CheckedDriver, Driver, DriverError, SimClock, SimConfig, SimDriver, StreamId};
 pub use engine::{Engine, EngineConfig};
 pub use error::{
     AddressError, AllocError, Ended, FractionError, PoolError, Remedy, Shortage, Tried,

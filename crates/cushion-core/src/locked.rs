@@ -45,6 +45,8 @@ pub(crate) struct State {
     pub(crate) history: History,
     /// What of the page table is in the figures already.
     pub(crate) pages_counted: [u64; 3],
+    /// Bytes of plain segments on their way back to the driver.
+    pub(crate) leaving: u64,
     /// Ranges of addresses that no block is in, and that the driver would not take back so far.
     pub(crate) left_ranges: Vec<(u64, u64)>,
     pub(crate) queue: Queue,

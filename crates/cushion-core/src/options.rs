@@ -470,13 +470,13 @@ pub static REGISTRY: &[OptionSpec] = &[
         key: "wait_total_ms",
         unit: "ms",
         default: "unlimited",
-        accepts: "a whole number of milliseconds",
+        accepts: "a whole number of milliseconds, or `unlimited`",
         meaning: "How long all requests of the process together may wait for memory. Once it is \
                   used up, no request waits.",
         worst_case: "a long run that lives by waiting now and then is refused once it is used up.",
-        resets: true,
+        resets: false,
         read: |options, value| {
-            options.wait_total_ms = Some(whole(value)?);
+            options.wait_total_ms = if value == "unlimited" { None } else { Some(whole(value)?) };
             Ok(())
         },
         show: |options| options.wait_total_ms.map_or("unlimited".to_owned(), |ms| ms.to_string()),
@@ -554,12 +554,13 @@ pub static REGISTRY: &[OptionSpec] = &[
         unit: "rungs",
         default: "none",
         accepts: "names of rungs with `+` between them, such as `borrow+wait`, of `garbage`, `poll`, \
-                  `borrow`, `events`, `oversize`, `cached`, `callbacks`, `wait` and `spill`",
+                  `borrow`, `events`, `oversize`, `cached`, `callbacks`, `wait` and `spill`; or `none`",
         meaning: "Rungs of the ladder that are left out when memory runs out.",
         worst_case: "requests are refused that a rung would have served.",
-        resets: true,
+        resets: false,
         read: |options, value| {
-            options.skip_rungs = value.split('+').map(rung).collect::<Result<_, _>>()?;
+            let names = value.split('+').filter(|_| value != "none");
+            options.skip_rungs = names.map(rung).collect::<Result<_, _>>()?;
             Ok(())
         },
         show: |options| {
@@ -572,13 +573,13 @@ pub static REGISTRY: &[OptionSpec] = &[
         key: "spill_limit_mb",
         unit: "MiB",
         default: "off",
-        accepts: "a whole number of MiB; 0 is off",
+        accepts: "a whole number of MiB; 0 or `off` is off",
         meaning: "The most host memory that may serve requests when all else has failed. It sits at \
                   a device address: the device uses it as its own, at the speed of the bus.",
         worst_case: "the program goes on many times slower, and the host's memory is taken, pinned.",
         resets: false,
         read: |options, value| {
-            options.spill_limit = bytes(whole(value)?);
+            options.spill_limit = if value == "off" { 0 } else { bytes(whole(value)?) };
             Ok(())
         },
         show: |options| match options.spill_limit {
@@ -1002,7 +1003,10 @@ mod tests {
     const ALL: &str = "max_split_size_mb:64,max_non_split_rounding_mb:48,\
                        roundup_power2_divisions:4,garbage_collection_threshold:0.6,\
                        expandable_segments:True,large_segment_size_mb:32,\
-                       per_process_memory_fraction:0.5,graph_capture_record_stream_reuse:True";
+                       per_process_memory_fraction:0.5,graph_capture_record_stream_reuse:True,\
+                       wait_ms:0,wait_total_ms:60000,wait_base_us:20,wait_factor:1.5,\
+                       wait_ceiling_ms:10,max_tries:9,skip_rungs:borrow+wait,\
+                       spill_limit_mb:1024,spill_over_mb:64";
 
     #[test]
     fn four_options_reset_and_the_others_stay() {
@@ -1013,6 +1017,15 @@ mod tests {
             large_segment_size: 32 * MIB,
             per_process_memory_fraction: 0.5,
             graph_capture_record_stream_reuse: true,
+            wait_ms: 0,
+            wait_total_ms: Some(60_000),
+            wait_base_us: 20,
+            wait_factor: 1.5,
+            wait_ceiling_ms: 10,
+            max_tries: 9,
+            skip_rungs: [Rung::Borrow, Rung::Wait].into_iter().collect(),
+            spill_limit: 1024 * MIB,
+            spill_over: 64 * MIB,
             ..Options::default()
         };
         assert_eq!(options, kept);
@@ -1136,7 +1149,9 @@ mod tests {
         let all = "large_segment_size_mb:32,max_split_size_mb:64,max_non_split_rounding_mb:48,\
                    roundup_power2_divisions:4,garbage_collection_threshold:0.6,\
                    expandable_segments:True,per_process_memory_fraction:0.5,\
-                   graph_capture_record_stream_reuse:True";
+                   graph_capture_record_stream_reuse:True,wait_ms:0,wait_total_ms:60000,\
+                   wait_base_us:20,wait_factor:1.5,wait_ceiling_ms:10,max_tries:9,\
+                   skip_rungs:borrow+wait,spill_limit_mb:1024,spill_over_mb:64";
         assert_eq!(canonical(ALL), all);
         // Said aloud, a default that depends on another option is no longer a default.
         let explicit = "max_non_split_rounding_mb:20";
@@ -1201,6 +1216,16 @@ mod tests {
                 options.per_process_memory_fraction = self.share();
             }
             options.graph_capture_record_stream_reuse = self.below(2) == 0;
+            options.wait_ms = self.below(10_000);
+            options.wait_total_ms = (self.below(2) == 0).then(|| self.below(10_000));
+            options.wait_base_us = 1 + self.below(100);
+            options.wait_factor = 1.0 + 99.0 * self.share();
+            options.wait_ceiling_ms = 1 + self.below(1000);
+            options.max_tries = 1 + self.below(1000);
+            let rungs = Rung::ALL.into_iter().filter(|rung| rung.can_be_skipped());
+            options.skip_rungs = rungs.filter(|_| self.below(3) == 0).collect();
+            options.spill_limit = if self.below(2) == 0 { 0 } else { self.size(1) };
+            options.spill_over = self.size(0);
             options
         }
     }

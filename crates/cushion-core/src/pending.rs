@@ -48,9 +48,9 @@ impl Pending {
         self.events.is_empty() && self.deferred.is_empty()
     }
 
-    /// How many events and blocks wait.
+    /// How many events are waited for.
     pub(crate) fn count(&self) -> usize {
-        self.events.values().map(VecDeque::len).sum::<usize>() + self.deferred.len()
+        self.events.values().map(VecDeque::len).sum()
     }
 
     /// The first stream with events beyond `from`.

@@ -3,14 +3,16 @@
 #![allow(dead_code, reason = "each test file uses its own share of the helpers")]
 #![allow(clippy::unwrap_used, reason = "helpers of tests may fail a test")]
 
+use std::sync::Arc;
+
 use cushion_core::driver::Call;
 use cushion_core::size::MIB;
 use cushion_core::{
-    AllocError, Engine, EngineConfig, Ladder, Options, PoolId, Shortage, SimConfig, SimDriver,
-    StreamFilter, StreamId,
+    AllocError, Engine, EngineConfig, Ladder, Options, PoolId, Shortage, SimClock, SimConfig,
+    SimDriver, StreamFilter, StreamId,
 };
 
-pub(crate) type Gpu = Engine<SimDriver>;
+pub(crate) type Gpu = Engine<Arc<SimDriver>>;
 
 pub(crate) const S0: StreamId = StreamId(0);
 pub(crate) const S1: StreamId = StreamId(1);
@@ -27,8 +29,10 @@ pub(crate) fn gpu(mib: u64, conf: &str) -> Gpu {
 
 pub(crate) fn gpu_with(mib: u64, conf: &str, ladder: Ladder) -> Gpu {
     let options = Options::parse(conf).unwrap().options;
-    let config = EngineConfig { options, ladder, ..EngineConfig::default() };
-    Engine::with_config(SimDriver::new(SimConfig::with_capacity(mib * MIB)), config)
+    let sim = Arc::new(SimDriver::new(SimConfig::with_capacity(mib * MIB)));
+    let clock = Arc::new(SimClock::new(Arc::clone(&sim)));
+    let config = EngineConfig { options, ladder, clock, ..EngineConfig::default() };
+    Engine::with_config(sim, config)
 }
 
 /// Allocates what must fit.
