@@ -183,11 +183,11 @@ fn virtual_setting(policy: Policy, ladder: Ladder, device: u64) -> Setting {
 /// The tasks, each with how often it may begin again.
 fn parts<'a>(storm: &'a Storm, alone: &[bool]) -> Vec<Part<'a>> {
     let tasks = storm.scripts.iter().zip(alone);
-    let part = |(script, &alone)| {
-        let most_restarts = if alone { MOST_RESTARTS } else { HOPELESS_RESTARTS };
-        Part { script, most_restarts }
-    };
-    tasks.map(part).collect()
+    tasks.map(|(script, &alone)| Part { script, most_restarts: most_restarts(alone) }).collect()
+}
+
+fn most_restarts(alone: bool) -> u64 {
+    if alone { MOST_RESTARTS } else { HOPELESS_RESTARTS }
 }
 
 /// For each task, whether it comes to its end with the device to itself: others may then be waited for,
