@@ -18,6 +18,15 @@ OPTIONS = {
     "expandable_segments": "True",
     "per_process_memory_fraction": "0.25",
     "graph_capture_record_stream_reuse": "True",
+    "wait_ms": "0",
+    "wait_total_ms": "60000",
+    "wait_base_us": "20",
+    "wait_factor": "1.5",
+    "wait_ceiling_ms": "10",
+    "max_tries": "9",
+    "skip_rungs": "borrow+wait",
+    "spill_limit_mb": "1024",
+    "spill_over_mb": "64",
 }
 
 

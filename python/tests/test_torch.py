@@ -8,6 +8,7 @@ import random
 import tempfile
 import textwrap
 import threading
+import time
 import unittest
 from typing import Any
 
@@ -321,7 +322,16 @@ class PythonsLock(TorchCase):
         Standin().launch(side.cuda_stream)
         del kept
         got: list[int] = []
-        self.while_blocked("cuEventSynchronize", lambda: got.append(alloc(600 * MIB, 0, None)))
+        thread = threading.Thread(target=lambda: got.append(alloc(600 * MIB, 0, None)))
+        thread.start()
+        asked = Standin().calls("cuEventQuery")
+        # It looks again and again whether the work is done. With the lock kept by it we would not get here before
+        # it gives up.
+        while Standin().calls("cuEventQuery") < asked + 5:
+            time.sleep(0.001)
+        self.assertEqual(got, [])
+        Standin().finish_all()
+        thread.join()
         self.assertNotEqual(got, [None])
         free(got[0], 600 * MIB, 0, None)
         self.while_blocked(self.BACK[self.policy], reset)

@@ -113,7 +113,7 @@ fn of_error(error: &Error) -> Status {
 
 fn of_alloc(error: &AllocError) -> Status {
     match error {
-        AllocError::FullNow(_) | AllocError::NeverFits(_) => Status::OutOfMemory,
+        error if error.shortage().is_some() => Status::OutOfMemory,
         _ => Status::DriverError,
     }
 }

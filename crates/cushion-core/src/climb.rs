@@ -23,7 +23,7 @@ use crate::options::Options;
 use crate::owner;
 use crate::policy::{Policy, Request};
 use crate::pool::PoolId;
-use crate::queue::{Asker, Verdict};
+use crate::queue::{Asker, Bells, Standstill, Verdict};
 use crate::receipt::{Outcome, Receipt};
 use crate::stats::LaneFigures;
 
@@ -182,7 +182,7 @@ impl<D: Driver> Engine<D> {
             asked: *asked,
             asker: Asker { ticket, owner, priority: owner::priority(), blocks },
             ladder,
-            backoff: Backoff::new(&options, ticket ^ u64::from(owner.0) << 32),
+            backoff: Backoff::new(&options, self.seed.wrapping_add(ticket)),
             options,
             at: 0,
             started,
@@ -568,43 +568,46 @@ impl<D: Driver> Engine<D> {
     fn wait_for_others(&self, climb: &mut Climb) -> Visit {
         let left = self.may_wait(climb);
         let free = self.driver.memory_info().ok().map(|info| info.free);
-        let (visit, bell) = self.locked(|mut engine| {
+        let (visit, bells) = self.locked(|mut engine| {
             if let Some(verdict) = engine.state.queue.verdict(climb.asker.ticket) {
                 climb.verdict = Some(verdict);
-                return (Visit::Left(Ended::Nothing), None);
+                return (Visit::Left(Ended::Nothing), Bells::new());
             }
             if let Err(error) = engine.process_events() {
-                return (Visit::Failed(error), None);
+                return (Visit::Failed(error), Bells::new());
             }
             engine.join(climb);
             let request = engine.request_of(climb);
             let mut sources = engine.sources(&climb.asker, &request, free);
             if engine.may_try(&climb.asker) || !sources.any() {
                 if let Some(address) = engine.serve_free(climb) {
-                    return (Visit::Served(address), None);
+                    return (Visit::Served(address), Bells::new());
                 }
                 let seen = (engine.state.queue.changes(), free);
                 if sources.any() && climb.seen.replace(seen) != Some(seen) {
-                    return (Visit::Again, None);
+                    return (Visit::Again, Bells::new());
                 }
                 engine.state.queue.tried(climb.asker.ticket);
                 sources = engine.sources(&climb.asker, &request, free);
             }
             if left.is_zero() {
-                return (Visit::Left(Ended::TimeIsUp), None);
+                return (Visit::Left(Ended::TimeIsUp), Bells::new());
             }
             let stay = Visit::Stay(climb.backoff.pause().min(left));
             match engine.standstill(sources) {
-                Some((ticket, verdict)) if ticket == climb.asker.ticket => {
+                Standstill::Refuse(ticket, verdict) if ticket == climb.asker.ticket => {
                     climb.verdict = Some(verdict);
-                    (Visit::Left(Ended::Nothing), None)
+                    (Visit::Left(Ended::Nothing), Bells::new())
                 }
-                Some((ticket, verdict)) => (stay, engine.state.queue.decide(ticket, verdict)),
-                None if sources.any() => (stay, None),
-                None => (Visit::Left(Ended::Nothing), None),
+                Standstill::Refuse(ticket, verdict) => {
+                    (stay, engine.state.queue.decide(ticket, verdict).into_iter().collect())
+                }
+                Standstill::TryAgain(bells) => (stay, bells),
+                Standstill::None if sources.any() => (stay, Bells::new()),
+                Standstill::None => (Visit::Left(Ended::Nothing), Bells::new()),
             }
         });
-        ring(bell);
+        ring(bells);
         visit
     }
 

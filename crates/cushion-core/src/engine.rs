@@ -56,6 +56,7 @@ pub struct Engine<D: Driver> {
     pub(crate) callbacks: Callbacks,
     pub(crate) receipts: Receipts,
     pub(crate) waited: Waited,
+    pub(crate) seed: u64,
 }
 
 /// Wakes those who wait. No lock may be held.
@@ -74,13 +75,16 @@ pub struct EngineConfig {
     pub clock: Arc<dyn Clock>,
     /// How long requests have waited so far; engines of one process share it.
     pub waited: Waited,
+    /// Where the chance in the pauses of those who wait begins: another one for each process, so that they do
+    /// not ask in step.
+    pub seed: u64,
 }
 
 impl Default for EngineConfig {
     fn default() -> Self {
         let clock = Arc::new(VirtualClock::new());
         let waited = Waited::default();
-        Self { options: Options::default(), ladder: Ladder::Graceful, clock, waited }
+        Self { options: Options::default(), ladder: Ladder::Graceful, clock, waited, seed: 0 }
     }
 }
 
@@ -92,7 +96,7 @@ impl<D: Driver> Engine<D> {
 
     /// An engine as configured. The device is not touched.
     pub fn with_config(driver: D, config: EngineConfig) -> Self {
-        let EngineConfig { options, ladder, clock, waited } = config;
+        let EngineConfig { options, ladder, clock, waited, seed } = config;
         let device = driver.properties();
         let counters = Counters::default();
         counters.max_split_size.set(options.max_split_size.unwrap_or(u64::MAX));
@@ -128,6 +132,7 @@ impl<D: Driver> Engine<D> {
             callbacks: Callbacks::default(),
             receipts: Receipts::default(),
             waited,
+            seed,
         }
     }
 

@@ -2,6 +2,7 @@
 
 use std::pin::Pin;
 use std::task::{Context as Polled, Poll};
+use std::time::Duration;
 
 use crate::climb::{Climb, Progress};
 use crate::driver::{Driver, StreamId};
@@ -19,6 +20,8 @@ pub struct AllocFuture<'a, D: Driver> {
     engine: &'a Engine<D>,
     asked: Asked,
     climb: Option<Box<Climb>>,
+    /// When the clock will wake it, if it was asked to.
+    alarm: Option<Duration>,
     done: bool,
 }
 
@@ -30,7 +33,7 @@ impl<'a, D: Driver> AllocFuture<'a, D> {
         context: Context,
     ) -> Self {
         let asked = Asked { bytes, stream, context, owner: owner::current(), blocks: false };
-        Self { engine, asked, climb: None, done: false }
+        Self { engine, asked, climb: None, alarm: None, done: false }
     }
 
     fn begin(&mut self) -> Poll<Result<u64, AllocError>> {
@@ -71,7 +74,13 @@ impl<D: Driver> Future for AllocFuture<'_, D> {
             }
             Progress::Wait(at_most) => {
                 let clock = &this.engine.clock;
-                clock.wake_at(clock.now().saturating_add(at_most), polled.waker().clone());
+                let now = clock.now();
+                let at = now.saturating_add(at_most);
+                // An alarm cannot be taken back: one that goes off no later will do.
+                if this.alarm.is_none_or(|set| set <= now || at < set) {
+                    this.alarm = Some(at);
+                    clock.wake_at(at, polled.waker().clone());
+                }
                 climb.bell().wakes(polled.waker());
                 Poll::Pending
             }

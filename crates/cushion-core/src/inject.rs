@@ -10,7 +10,6 @@ use std::sync::{Mutex, PoisonError};
 use crate::bytes::parse_bytes;
 use crate::driver::{Call, Fault};
 use crate::ladder::Rung;
-use crate::size::display;
 
 /// What fails.
 ///
@@ -18,7 +17,7 @@ use crate::size::display;
 /// use cushion_core::Injection;
 ///
 /// let injection: Injection = "every=1000; over=1GiB,fraction=0.01,seed=7,at=wait".parse()?;
-/// assert_eq!(injection.to_string(), "every=1000; over=1.00 GiB,fraction=0.01,seed=7,at=wait");
+/// assert_eq!(injection.to_string(), "every=1000; over=1073741824,fraction=0.01,seed=7,at=wait");
 /// let faults: Injection = "driver=create,nth=3,fault=oom".parse()?;
 /// # Ok::<(), cushion_core::InjectionError>(())
 /// ```
@@ -239,7 +238,7 @@ impl fmt::Display for Injection {
             let mut items = Vec::new();
             match rule.what {
                 What::Allocations { over, .. } if over > 0 => {
-                    items.push(format!("over={}", display(over)));
+                    items.push(format!("over={over}"));
                 }
                 What::Calls { call, fault: Fault::OutOfMemory } => {
                     items.push(format!("driver={call},fault=oom"));

@@ -205,6 +205,17 @@ impl Sources {
     }
 }
 
+/// Whether nobody can go on.
+#[derive(Debug)]
+pub(crate) enum Standstill {
+    /// Somebody can, or something will come.
+    None,
+    /// Some were kept back for one that starved: they may try now.
+    TryAgain(Bells),
+    /// This request is to be refused.
+    Refuse(u64, Verdict),
+}
+
 impl<D: Driver> Locked<'_, D> {
     pub(crate) fn live_blocks(&self) -> impl Iterator<Item = &Block> {
         self.state.blocks.iter().map(|(_, block)| block).filter(|b| b.state == BlockState::Live)
@@ -265,10 +276,10 @@ impl<D: Driver> Locked<'_, D> {
             && request.wanted <= free.saturating_add(others).saturating_add(self.cached())
     }
 
-    /// If those who hold memory all wait for each other, the request that is to be refused.
-    pub(crate) fn standstill(&mut self, sources: Sources) -> Option<(u64, Verdict)> {
+    /// Whether those who hold memory all wait for each other, and what is to be done about it.
+    pub(crate) fn standstill(&mut self, sources: Sources) -> Standstill {
         if sources.events || sources.turn {
-            return None;
+            return Standstill::None;
         }
         let holders = self.holders();
         let queue = &mut self.state.queue;
@@ -281,7 +292,10 @@ impl<D: Driver> Locked<'_, D> {
             let least = queue
                 .undecided()
                 .min_by_key(|waiter| (waiter.asker.priority, Reverse(waiter.asker.ticket)));
-            return least.filter(|_| in_vain).map(|least| (least.asker.ticket, Verdict::InVain));
+            return match least.filter(|_| in_vain) {
+                Some(least) => Standstill::Refuse(least.asker.ticket, Verdict::InVain),
+                None => Standstill::None,
+            };
         }
         // Those kept back for one that starves may fit.
         let mut kept_back = false;
@@ -290,14 +304,14 @@ impl<D: Driver> Locked<'_, D> {
             kept_back = true;
         }
         if kept_back {
-            return None;
+            return Standstill::TryAgain(queue.changed());
         }
         let verdict = if tasks.len() > 1 { Verdict::GiveWay } else { Verdict::Split };
         let holds = |waiter: &&Waiter| tasks.contains_key(&waiter.asker.owner);
         let least = queue.undecided().filter(holds).min_by_key(|waiter| {
             let Asker { priority, owner, ticket, .. } = waiter.asker;
             (priority, Reverse(owner), Reverse(ticket))
-        })?;
-        Some((least.asker.ticket, verdict))
+        });
+        least.map_or(Standstill::None, |least| Standstill::Refuse(least.asker.ticket, verdict))
     }
 }

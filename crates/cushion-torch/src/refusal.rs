@@ -33,19 +33,17 @@ pub(crate) fn no_device(device: i64, error: &DeviceError) -> Failure {
 /// A request was refused. No lock of Cushion's is held.
 #[cold]
 pub(crate) fn refused(device: i64, engine: &DeviceEngine, error: &AllocError) -> Failure {
-    match error {
-        AllocError::FullNow(shortage) | AllocError::NeverFits(shortage) => {
-            if let Some(profiler) = profiler::recording() {
-                let Shortage { allocated, reserved, .. } = **shortage;
-                profiler.out_of_memory(shortage.wanted, device, Totals { allocated, reserved });
-            }
-            let free = shortage.device_free.unwrap_or(0);
-            let limit = shortage.allowed.unwrap_or(shortage.device_total);
-            tell(device, shortage.wanted, limit, free);
-            Failure::OutOfMemory(message(device, engine, shortage))
-        }
-        other => Failure::Other(format!("Cushion on GPU {device}: {}", plugin::explain(other))),
+    let Some(shortage) = error.shortage() else {
+        return Failure::Other(format!("Cushion on GPU {device}: {}", plugin::explain(error)));
+    };
+    if let Some(profiler) = profiler::recording() {
+        let &Shortage { allocated, reserved, .. } = shortage;
+        profiler.out_of_memory(shortage.wanted, device, Totals { allocated, reserved });
     }
+    let free = shortage.device_free.unwrap_or(0);
+    let limit = shortage.allowed.unwrap_or(shortage.device_total);
+    tell(device, shortage.wanted, limit, free);
+    Failure::OutOfMemory(message(device, engine, error, shortage))
 }
 
 /// Tells the observers. What they raise is shown by Python as errors that nobody can catch are, and the
@@ -67,7 +65,7 @@ fn tell(device: i64, bytes: u64, limit: u64, free: u64) {
     });
 }
 
-fn message(device: i64, engine: &DeviceEngine, shortage: &Shortage) -> String {
+fn message(device: i64, engine: &DeviceEngine, error: &AllocError, shortage: &Shortage) -> String {
     if shortage.requested >= EXBIBYTE {
         return "CUDA out of memory. Tried to allocate more than 1EB memory.".to_owned();
     }
@@ -94,19 +92,29 @@ fn message(device: i64, engine: &DeviceEngine, shortage: &Shortage) -> String {
     let cached = reserved.saturating_sub(in_pools);
     let _ = write!(text, "and {} is reserved by PyTorch but unallocated.", display(cached));
     add_what_was_tried(&mut text, shortage);
+    match error {
+        AllocError::GiveWay(_) => text.push_str(
+            " All tasks that hold memory wait for each other, and this is the least valuable one: give \
+             back what it holds, and begin again.",
+        ),
+        AllocError::Split(_) => {
+            text.push_str(" No other task holds memory that could be waited for: ask for less at a time.");
+        }
+        _ => {}
+    }
     add_hint(&mut text, engine, shortage, cached);
     text
 }
 
 fn add_what_was_tried(text: &mut String, shortage: &Shortage) {
-    let tried: Vec<_> = shortage.tried.iter().map(ToString::to_string).collect();
-    if tried.is_empty() {
+    if shortage.wanted > shortage.device_total {
         text.push_str(
             " Cushion gave nothing back: this can never fit on this GPU, whatever is freed.",
         );
         return;
     }
-    let _ = write!(text, " Cushion {}; it was not enough.", tried.join(", then "));
+    let deeds: Vec<_> = shortage.deeds().map(ToString::to_string).collect();
+    let _ = write!(text, " Cushion {}; it was not enough.", deeds.join(", then "));
     if shortage.allowed.is_some_and(|allowed| shortage.wanted > allowed) {
         text.push_str(" It can never fit into what this process is allowed, whatever is freed.");
     }
@@ -119,6 +127,9 @@ fn add_what_was_tried(text: &mut String, shortage: &Shortage) {
     let _ = write!(text, " The largest free block is {}", display(shortage.largest_free));
     if shortage.pending > 0 {
         let _ = write!(text, "; {} wait for other streams", display(shortage.pending));
+    }
+    if shortage.spilled > 0 {
+        let _ = write!(text, "; {} more are in host memory", display(shortage.spilled));
     }
     text.push('.');
 }

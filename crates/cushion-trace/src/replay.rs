@@ -6,8 +6,8 @@ use std::sync::Arc;
 use cushion_core::driver::CallCounts;
 use cushion_core::size::GIB;
 use cushion_core::{
-    Clock, DriverError, Engine, EngineConfig, Ladder, Options, Policy, SimConfig, SimDriver,
-    Snapshot, Stats, VirtualClock,
+    Clock, DriverError, Engine, EngineConfig, Ladder, Options, Policy, Receipt, SimClock,
+    SimConfig, SimDriver, Snapshot, Stats,
 };
 
 use crate::events::Events;
@@ -68,6 +68,8 @@ pub struct Outcome {
     pub hurried_frees: u64,
     /// The engine's figures at the end.
     pub stats: Stats,
+    /// The latest shortages, survived and refused; the figures count all.
+    pub receipts: Vec<Arc<Receipt>>,
 }
 
 impl Outcome {
@@ -188,6 +190,7 @@ pub fn replay_watched(
         // A run that did all that PyTorch did waited where PyTorch waited.
         hurried_frees: if follows && difference.is_none() { 0 } else { seen.hurried },
         stats,
+        receipts: engine.receipts(),
     })
 }
 
@@ -240,11 +243,12 @@ fn device_for(
     let total = recorded.unwrap_or(UNLIMITED).max(config.capacity.unwrap_or(0));
     let sim = SimConfig { total, ..SimConfig::with_capacity(UNLIMITED.max(total)) };
     let driver = Arc::new(SimDriver::new(sim));
-    let clock: Arc<dyn Clock> = Arc::new(VirtualClock::new());
-    let engine = Engine::with_config(
-        Arc::clone(&driver),
-        EngineConfig { options: options_for(program, config), ladder: config.ladder, clock },
-    );
+    // How long work took is not in a trace: the device finishes it while the allocator waits.
+    let clock: Arc<dyn Clock> = Arc::new(SimClock::new(Arc::clone(&driver)));
+    let options = options_for(program, config);
+    let config_of_engine =
+        EngineConfig { options, ladder: config.ladder, clock, ..EngineConfig::default() };
+    let engine = Engine::with_config(Arc::clone(&driver), config_of_engine);
     if config.capacity.is_some() {
         engine.set_memory_limit(config.capacity);
     }

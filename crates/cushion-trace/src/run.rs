@@ -285,7 +285,11 @@ impl<'a, W: Watch> Run<'a, W> {
     ) -> Result<Option<u64>, Stop> {
         let ours = match self.engine.alloc(size, stream) {
             Ok(address) => Some(address),
-            Err(AllocError::FullNow(shortage) | AllocError::NeverFits(shortage)) => {
+            Err(AllocError::Driver(error)) => return Err(error.into()),
+            Err(refused) => {
+                let Some(shortage) = refused.shortage() else {
+                    unreachable!("an error this crate does not know: {refused}")
+                };
                 let refusal = Refusal {
                     event: u64::from(event),
                     requested: size,
@@ -298,8 +302,6 @@ impl<'a, W: Watch> Run<'a, W> {
                 self.seen.oom.get_or_insert(refusal);
                 None
             }
-            Err(AllocError::Driver(error)) => return Err(error.into()),
-            Err(other) => unreachable!("an error this crate does not know: {other}"),
         };
         if self.placed {
             self.driver.clear_placements();

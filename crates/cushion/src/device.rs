@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use bytemuck::{AnyBitPattern, NoUninit, Zeroable};
 use cushion_core::driver::MemoryInfo;
-use cushion_core::{Driver, Engine, EngineConfig, Ladder, Options, Policy, Stats};
+use cushion_core::{Driver, Engine, EngineConfig, Ladder, Options, Policy, Stats, Waited};
 
 use crate::buffer::Buffer;
 use crate::clock::SystemClock;
@@ -308,6 +308,8 @@ impl DeviceBuilder {
             options: self.options,
             ladder: Ladder::Graceful,
             clock: Arc::new(SystemClock::new()),
+            waited: Waited::default(),
+            seed: u64::from(std::process::id()),
         };
         let engine = Engine::with_config(driver, config);
         if let Some(policy) = self.policy {

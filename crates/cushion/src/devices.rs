@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use cushion_core::options::{Asked, NotOurs, OptionsError, Settings, SettingsError};
-use cushion_core::{Action, Clock, Engine, EngineConfig, Ladder, Options};
+use cushion_core::{Action, Clock, Engine, EngineConfig, Ladder, Options, Waited};
 use cushion_cuda::CudaError;
 
 use crate::clock::SystemClock;
@@ -40,6 +40,8 @@ struct Plan {
     options: Option<Options>,
     history: HistoryPlan,
     clock: Option<Arc<dyn Clock>>,
+    /// How long requests have waited, on all devices.
+    waited: Option<Waited>,
     /// Devices are simulated, with this capacity each.
     simulated: Option<u64>,
 }
@@ -92,6 +94,7 @@ impl Devices {
             options: None,
             history: HistoryPlan { entries: 0, skip: Vec::new() },
             clock: None,
+            waited: None,
             simulated: None,
         };
         Self {
@@ -140,8 +143,11 @@ impl Devices {
         };
         let clock = plan.clock.get_or_insert_with(|| Arc::new(SystemClock::new()));
         let clock = Arc::clone(clock);
+        let waited = plan.waited.get_or_insert_default().clone();
+        let ladder = Ladder::Graceful;
+        let seed = u64::from(std::process::id());
         let engine =
-            Engine::with_config(driver, EngineConfig { options, ladder: Ladder::Graceful, clock });
+            Engine::with_config(driver, EngineConfig { options, ladder, clock, waited, seed });
         if plan.history.entries > 0 {
             engine.record_history(plan.history.entries);
             engine.skip_in_history(&plan.history.skip);

@@ -62,6 +62,6 @@ impl Error {
     /// Whether memory ran out, as opposed to everything else: free some, or wait, and try again.
     #[must_use]
     pub fn is_out_of_memory(&self) -> bool {
-        matches!(self, Self::Alloc(AllocError::FullNow(_) | AllocError::NeverFits(_)))
+        matches!(self, Self::Alloc(error) if error.shortage().is_some())
     }
 }

@@ -1,0 +1,44 @@
+//! Virtual time for a simulated device: the device works while somebody waits.
+
+use std::sync::Arc;
+use std::task::Waker;
+use std::time::Duration;
+
+use super::SimDriver;
+use crate::clock::{Bell, Clock, VirtualClock};
+
+/// A virtual clock on which every wait finishes the piece of work that was queued first. How long work takes is
+/// not known to it.
+#[derive(Debug)]
+pub struct SimClock {
+    time: VirtualClock,
+    device: Arc<SimDriver>,
+}
+
+impl SimClock {
+    /// A clock at zero.
+    #[must_use]
+    pub fn new(device: Arc<SimDriver>) -> Self {
+        Self { time: VirtualClock::new(), device }
+    }
+
+    /// Moves the clock forward; the device makes no progress.
+    pub fn advance(&self, duration: Duration) {
+        self.time.advance(duration);
+    }
+}
+
+impl Clock for SimClock {
+    fn now(&self) -> Duration {
+        self.time.now()
+    }
+
+    fn wait(&self, at_most: Duration, bell: &Bell) {
+        self.device.finish_oldest();
+        self.time.wait(at_most, bell);
+    }
+
+    fn wake_at(&self, at: Duration, waker: Waker) {
+        self.time.wake_at(at, waker);
+    }
+}
