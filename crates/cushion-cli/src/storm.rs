@@ -32,7 +32,7 @@ use script::{Shape, Storm};
 use virtual_time::Part;
 use world::Setting;
 
-/// How often a task that can be run alone may begin again; one that needs more gets nowhere.
+/// How often a task that can be run alone may begin again, at least; one that needs more gets nowhere.
 const MOST_RESTARTS: u64 = 200;
 
 /// How often one that cannot be run alone may: it is not going to finish, and is in the others' way.
@@ -161,14 +161,15 @@ fn run_all<O: Write, T: Write>(plan: &Plan, told: &mut Told, streams: &mut Strea
 /// One seed on virtual time, under each policy and ladder.
 fn run_seed(plan: &Plan, index: u64) -> Vec<Outcome> {
     let seed = plan.first_seed + index;
-    let Shape { at_once, .. } = plan.shape;
-    let storm = Storm::draw(seed, &plan.shape);
+    let shape = &plan.shape;
+    let storm = Storm::draw(seed, shape);
     let mut outcomes = Vec::new();
     for &policy in plan.policies {
         let alone = runs_alone(&storm, policy, seed);
         for &ladder in plan.ladders {
-            let setting = virtual_setting(policy, ladder, storm.device);
-            let ran = virtual_time::run(setting, &parts(&storm, &alone), at_once, seed);
+            let setting = virtual_setting(seed, policy, ladder, storm.device);
+            let parts = parts(&storm, &alone, shape);
+            let ran = virtual_time::run(setting, &parts, shape.at_once);
             let which = Which { seed, policy, ladder, real_threads: false, device: storm.device };
             outcomes.push(Outcome::new(which, ran, &alone));
         }
@@ -176,26 +177,29 @@ fn run_seed(plan: &Plan, index: u64) -> Vec<Outcome> {
     outcomes
 }
 
-fn virtual_setting(policy: Policy, ladder: Ladder, device: u64) -> Setting {
-    Setting { policy, ladder, device, wait: VIRTUAL_WAIT, hurry: 1, alone: true }
+fn virtual_setting(seed: u64, policy: Policy, ladder: Ladder, device: u64) -> Setting {
+    Setting { seed, policy, ladder, device, wait: VIRTUAL_WAIT, hurry: 1, alone: true }
 }
 
 /// The tasks, each with how often it may begin again.
-fn parts<'a>(storm: &'a Storm, alone: &[bool]) -> Vec<Part<'a>> {
+fn parts<'a>(storm: &'a Storm, alone: &[bool], shape: &Shape) -> Vec<Part<'a>> {
     let tasks = storm.scripts.iter().zip(alone);
-    tasks.map(|(script, &alone)| Part { script, most_restarts: most_restarts(alone) }).collect()
+    let limit = |alone| most_restarts(alone, shape);
+    tasks.map(|(script, &alone)| Part { script, most_restarts: limit(alone) }).collect()
 }
 
-fn most_restarts(alone: bool) -> u64 {
-    if alone { MOST_RESTARTS } else { HOPELESS_RESTARTS }
+/// A task gives way so that another gets at least one allocation further: that may be needed as often as there
+/// are allocations.
+fn most_restarts(alone: bool, shape: &Shape) -> u64 {
+    let allocations = (shape.tasks * shape.allocations) as u64;
+    if alone { allocations.max(MOST_RESTARTS) } else { HOPELESS_RESTARTS }
 }
 
 /// For each task, whether it comes to its end with the device to itself: others may then be waited for,
 /// one after the other, and nothing is asked that cannot be.
 fn runs_alone(storm: &Storm, policy: Policy, seed: u64) -> Vec<bool> {
-    let setting = virtual_setting(policy, Ladder::Graceful, storm.device);
-    let alone = |script| {
-        virtual_time::run(setting, &[Part { script, most_restarts: 0 }], 1, seed).finished(0)
-    };
+    let setting = virtual_setting(seed, policy, Ladder::Graceful, storm.device);
+    let alone =
+        |script| virtual_time::run(setting, &[Part { script, most_restarts: 0 }], 1).finished(0);
     storm.scripts.iter().map(alone).collect()
 }

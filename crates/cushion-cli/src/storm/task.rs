@@ -130,10 +130,19 @@ impl<S: Surroundings> Player<'_, S> {
             let pause = script.pauses[usize::try_from(restarts).unwrap_or(0) % script.pauses.len()];
             restarts += 1;
             self.fates.of(self.number).restarts = restarts;
+            self.begin_afresh(&refused);
             self.set(Doing::Working { step: 0, of: script.steps.len() });
             if !pause.is_zero() {
                 self.pause(pause).await;
             }
+        }
+    }
+
+    /// What is cached was laid out for another life. A task that cannot go on though nobody else holds memory
+    /// would meet the same layout again, so it asks for a clean slate, as programs do after such a failure.
+    fn begin_afresh(&self, refused: &AllocError) {
+        if matches!(refused, AllocError::Split(_)) {
+            self.world.engine.empty_cache().expect("a driver that works");
         }
     }
 

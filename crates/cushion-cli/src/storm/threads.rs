@@ -96,8 +96,15 @@ pub(crate) fn run_all<O: Write, T: Write>(
             let alone = runs_alone(&storm, policy, seed);
             for &ladder in plan.ladders {
                 let device = storm.device;
-                let setting =
-                    Setting { policy, ladder, device, wait: WAIT, hurry: HURRY, alone: false };
+                let setting = Setting {
+                    seed,
+                    policy,
+                    ladder,
+                    device,
+                    wait: WAIT,
+                    hurry: HURRY,
+                    alone: false,
+                };
                 let ran = run(setting, &plan.shape, &storm, &alone, watchdog);
                 let hangs = matches!(ran.ended, Ended::Hang(_));
                 let which = Which { seed, policy, ladder, real_threads: true, device };
@@ -180,7 +187,7 @@ fn run(
         world: World::new(setting, Arc::new(RealClock::new())),
         fates: Fates::new(storm.scripts.len()),
         storm: Arc::clone(storm),
-        most_restarts: alone.iter().map(|&alone| most_restarts(alone)).collect(),
+        most_restarts: alone.iter().map(|&alone| most_restarts(alone, shape)).collect(),
         next: AtomicUsize::new(0),
         broken: RwLock::new(None),
         over: AtomicBool::new(false),

@@ -97,12 +97,12 @@ impl Wake for Wakes {
 }
 
 /// Runs these tasks, so many at once. The order is drawn from the seed.
-pub(crate) fn run(setting: Setting, parts: &[Part<'_>], at_once: usize, seed: u64) -> Ran {
+pub(crate) fn run(setting: Setting, parts: &[Part<'_>], at_once: usize) -> Ran {
     let clock = Arc::new(VirtualClock::new());
     let fates = Fates::new(parts.len());
     // After a panic nobody knows what can still be dropped without another.
     let world = ManuallyDrop::new(World::new(setting, Arc::clone(&clock) as Arc<_>));
-    let random = Random::new(seed, u64::MAX);
+    let random = Random::new(setting.seed, u64::MAX);
     let ended = guarded(|| {
         let ended = drive(&world, &clock, &fates, parts, at_once, random);
         if matches!(ended, Ended::Quiet) {

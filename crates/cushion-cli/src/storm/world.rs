@@ -30,6 +30,7 @@ const LONGEST_QUEUE: Duration = Duration::from_millis(60);
 /// Which engine a storm is about.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Setting {
+    pub(crate) seed: u64,
     pub(crate) policy: Policy,
     pub(crate) ladder: Ladder,
     /// Bytes.
@@ -103,6 +104,7 @@ impl World {
             ladder: setting.ladder,
             clock: Arc::clone(&clock),
             waited: Waited::default(),
+            seed: setting.seed,
         };
         Self {
             engine: Engine::with_config(Arc::clone(&checked), config),
