@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 import unittest
 
 from support import GIB, MIB, Standin, TorchCase, process

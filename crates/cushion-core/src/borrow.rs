@@ -61,6 +61,28 @@ impl<D: Driver> Locked<'_, D> {
         Ok(None)
     }
 
+    /// Whether free memory of another stream would serve the request once that stream is done with its work.
+    pub(crate) fn could_borrow_later(&mut self, request: &Request) -> DriverResult<bool> {
+        if self.state.pools[request.pool].id != PoolId::DEFAULT {
+            return Ok(false);
+        }
+        let policy = self.state.policy;
+        for pool in [PoolTable::SMALL, PoolTable::LARGE] {
+            let streams: Vec<_> =
+                self.state.pools[pool].lanes().map(|(stream, _)| stream).collect();
+            for stream in streams {
+                let there = Request { pool, stream, ..*request };
+                if stream != request.stream
+                    && self.choose(&there, policy).is_some()
+                    && !self.is_idle(stream)?
+                {
+                    return Ok(true);
+                }
+            }
+        }
+        Ok(false)
+    }
+
     fn borrow_from(
         &mut self,
         pool: PoolIndex,

@@ -356,7 +356,7 @@ impl<D: Driver> Locked<'_, D> {
     fn check_queue(&self) -> Result<(), Violation> {
         let State { queue, attention, injection, .. } = &*self.state;
         ensure!(
-            *attention == (!queue.is_empty() || injection.is_some()),
+            *attention == (!queue.is_idle() || injection.is_some()),
             "{} wait, but attention is {attention}",
             queue.len()
         );

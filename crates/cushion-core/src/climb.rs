@@ -64,6 +64,8 @@ pub(crate) struct Climb {
     vain: [Option<u64>; Rung::ALL.len()],
     /// Changes, and what the device had free, when it last went up from the bottom.
     seen: Option<(u64, Option<u64>)>,
+    /// Whether work was under way, when it last looked, that memory may come from.
+    awaits_work: bool,
     /// What callbacks won so far; they are asked again only if they won something.
     called: Option<u64>,
     bell: Arc<Bell>,
@@ -87,7 +89,8 @@ pub(crate) enum Progress {
 /// How a visit to a rung ended.
 #[derive(Debug)]
 enum Visit {
-    Served(u64),
+    /// At this address, and what the rung won for it.
+    Served(u64, u64),
     Left(Ended),
     /// It is not asked for.
     Pass,
@@ -192,6 +195,7 @@ impl<D: Driver> Engine<D> {
             rungs: Vec::new(),
             vain: [None; Rung::ALL.len()],
             seen: None,
+            awaits_work: false,
             called: None,
             bell: Arc::default(),
             pausing: None,
@@ -239,8 +243,8 @@ impl<D: Driver> Engine<D> {
             let now = self.clock.now();
             let took = now.saturating_sub(began);
             match visit {
-                Visit::Served(address) => {
-                    climb.note(step.rung, Ended::Served, 0, took);
+                Visit::Served(address, won) => {
+                    climb.note(step.rung, Ended::Served, won, took);
                     return Progress::Done(self.survive(climb, step.rung, address));
                 }
                 Visit::Won(won) => {
@@ -310,7 +314,7 @@ impl<D: Driver> Engine<D> {
             }
             climb.injected = None;
             return match self.then(climb, &[Then::Search, Then::Ask]) {
-                Ok(Some(address)) => Visit::Served(address),
+                Ok(Some(address)) => Visit::Served(address, 0),
                 Ok(None) => Visit::Left(Ended::Nothing),
                 Err(error) => Visit::Failed(error),
             };
@@ -325,7 +329,7 @@ impl<D: Driver> Engine<D> {
         let visit = match rung {
             Rung::Garbage => self.collect_garbage(climb),
             Rung::Grow => self.grow(climb),
-            Rung::Poll => visit(self.poll(climb)),
+            Rung::Poll => visit(self.poll()),
             Rung::Borrow => visit(self.borrow(climb)),
             Rung::Events => visit(self.wait_for_events(climb)),
             Rung::Oversize => self.give_back_oversize(climb),
@@ -397,7 +401,7 @@ impl<D: Driver> Engine<D> {
 
     fn grow(&self, climb: &mut Climb) -> Visit {
         match self.locked(|mut engine| engine.serve_new(climb)) {
-            Ok(Some(address)) => Visit::Served(address),
+            Ok(Some(address)) => Visit::Served(address, 0),
             Ok(None) => {
                 climb.short = true;
                 let is_too_large = |wanted| wanted > self.device.total;
@@ -419,14 +423,9 @@ impl<D: Driver> Engine<D> {
         })
     }
 
-    fn poll(&self, climb: &Climb) -> DriverResult<Visit> {
-        self.locked(|mut engine| {
-            let before = engine.counters.active_bytes.current();
-            engine.process_events()?;
-            let won = before.saturating_sub(engine.counters.active_bytes.current());
-            let served = if won > 0 { engine.serve_free(climb) } else { None };
-            Ok(served.map_or(Visit::Won(won), Visit::Served))
-        })
+    fn poll(&self) -> DriverResult<Visit> {
+        let won = self.locked(|mut engine| engine.complete_frees())?;
+        Ok(Visit::Won(won))
     }
 
     fn borrow(&self, climb: &Climb) -> DriverResult<Visit> {
@@ -446,7 +445,7 @@ impl<D: Driver> Engine<D> {
                     }
                 }
             };
-            Ok(served.map_or(Visit::Left(Ended::Nothing), Visit::Served))
+            Ok(served.map_or(Visit::Left(Ended::Nothing), |address| Visit::Served(address, 0)))
         })
     }
 
@@ -455,9 +454,7 @@ impl<D: Driver> Engine<D> {
     fn wait_for_events(&self, climb: &mut Climb) -> DriverResult<Visit> {
         let left = self.may_wait(climb);
         self.locked(|mut engine| {
-            let before = engine.counters.active_bytes.current();
-            engine.process_events()?;
-            let won = before.saturating_sub(engine.counters.active_bytes.current());
+            let won = engine.complete_frees()?;
             if won > 0 {
                 climb.note(Rung::Events, Ended::TooLittle, won, Duration::ZERO);
             }
@@ -465,9 +462,12 @@ impl<D: Driver> Engine<D> {
                 return Ok(Visit::Left(Ended::Nothing));
             }
             if let Some(address) = engine.serve_free(climb) {
-                return Ok(Visit::Served(address));
+                return Ok(Visit::Served(address, 0));
             }
             let request = engine.request_of(climb);
+            if let Some(address) = engine.borrow_if_allowed(climb, &request)? {
+                return Ok(Visit::Served(address, 0));
+            }
             let helps = engine.pending_would_serve(&request)
                 || !engine.giving_back_helps(&request)? && engine.events_help(&request)?;
             if !helps {
@@ -518,7 +518,7 @@ impl<D: Driver> Engine<D> {
             }
             won += unmapped + released;
             if !all && let Some(address) = self.then(climb, &[Then::Search, Then::AskAgain])? {
-                return Ok(Visit::Served(address));
+                return Ok(Visit::Served(address, won));
             }
         }
         Ok(if won > 0 { Visit::Won(won) } else { Visit::Left(Ended::Nothing) })
@@ -557,7 +557,7 @@ impl<D: Driver> Engine<D> {
             Called::Panicked if won == 0 => Visit::Left(Ended::Failed),
             Called::All | Called::Panicked => match self.give_back(climb) {
                 // What was freed may lie where only the driver can lay it out anew.
-                Ok(Visit::Served(address)) => Visit::Served(address),
+                Ok(Visit::Served(address, _)) => Visit::Served(address, won),
                 Ok(_) => Visit::Won(won),
                 Err(error) => Visit::Failed(error),
             },
@@ -579,9 +579,19 @@ impl<D: Driver> Engine<D> {
             engine.join(climb);
             let request = engine.request_of(climb);
             let mut sources = engine.sources(&climb.asker, &request, free);
-            if engine.may_try(&climb.asker) || !sources.any() {
+            // One that gave way is let in when its time is up, rather than refused.
+            let held_back = !left.is_zero() && engine.is_held_back(climb.asker.owner);
+            sources.turn |= held_back;
+            if !held_back && engine.may_try(&climb.asker) || !sources.any() {
                 if let Some(address) = engine.serve_free(climb) {
-                    return (Visit::Served(address), Bells::new());
+                    return (Visit::Served(address, 0), Bells::new());
+                }
+                let work_ended = std::mem::replace(&mut climb.awaits_work, sources.events);
+                if work_ended && !sources.events {
+                    // Memory that a stream was at work on can be borrowed, or given back, now.
+                    let bells = engine.state.queue.changed();
+                    climb.seen = Some((engine.state.queue.changes(), free));
+                    return (Visit::Again, bells);
                 }
                 let seen = (engine.state.queue.changes(), free);
                 if sources.any() && climb.seen.replace(seen) != Some(seen) {
@@ -589,6 +599,7 @@ impl<D: Driver> Engine<D> {
                 }
                 engine.state.queue.tried(climb.asker.ticket);
                 sources = engine.sources(&climb.asker, &request, free);
+                sources.turn |= held_back;
             }
             if left.is_zero() {
                 return (Visit::Left(Ended::TimeIsUp), Bells::new());
@@ -615,7 +626,7 @@ impl<D: Driver> Engine<D> {
         self.locked(|mut engine| {
             let request = engine.request_of(climb);
             let served = engine.spill(&request, climb.asked.context)?;
-            Ok(served.map_or(Visit::Left(Ended::Nothing), Visit::Served))
+            Ok(served.map_or(Visit::Left(Ended::Nothing), |address| Visit::Served(address, 0)))
         })
     }
 
@@ -676,6 +687,9 @@ impl<D: Driver> Engine<D> {
                 engine.state.queue.served(&climb.asker);
             }
             let bells = engine.state.queue.leave(climb.asker.ticket);
+            if outcome == Outcome::GiveWay {
+                engine.gave_way(climb.asker.owner);
+            }
             engine.state.pay_attention();
             let request = engine.request_of(climb);
             let free = engine.driver.memory_info().ok().map(|info| info.free);
@@ -706,6 +720,13 @@ impl<D: Driver> Locked<'_, D> {
         self.request(climb.asked.bytes, climb.asked.stream, climb.asked.owner)
     }
 
+    /// Completes the frees that other streams are done with; returns their bytes.
+    fn complete_frees(&mut self) -> DriverResult<u64> {
+        let before = self.counters.active_bytes.current();
+        self.process_events()?;
+        Ok(before.saturating_sub(self.counters.active_bytes.current()))
+    }
+
     fn join(&mut self, climb: &Climb) {
         self.state.queue.join(climb.asker, &climb.bell);
         self.state.pay_attention();
@@ -728,6 +749,15 @@ impl<D: Driver> Locked<'_, D> {
         Ok(block.map(|block| self.hand_out(Found { block, policy }, &request, context)))
     }
 
+    /// Borrows, unless that rung is switched off.
+    fn borrow_if_allowed(&mut self, climb: &Climb, request: &Request) -> DriverResult<Option<u64>> {
+        if climb.options.skip_rungs.contains(Rung::Borrow) {
+            return Ok(None);
+        }
+        let policy = self.state.policy;
+        self.borrow_from_streams(request, policy, climb.asked.context)
+    }
+
     fn is_legal(&self, legal: Legal, asked: &Asked) -> DriverResult<bool> {
         Ok(match legal {
             Legal::Always => true,
@@ -736,19 +766,6 @@ impl<D: Driver> Locked<'_, D> {
                 !self.is_recording() || self.driver.capture(asked.stream)?.is_none()
             }
         })
-    }
-
-    /// Whether waiting for pending frees, and for streams that are at work on memory that could be given
-    /// back, may be enough for the request.
-    fn events_help(&mut self, request: &Request) -> DriverResult<bool> {
-        let stats = &self.counters;
-        let active = stats.active_bytes.current();
-        let pending = active.saturating_sub(stats.allocated_bytes.current());
-        let free = self.driver.memory_info()?.free;
-        let allowed =
-            self.state.limit.map_or(u64::MAX, |limit| limit.saturating_sub(self.reserved()));
-        let most = free.min(allowed).saturating_add(self.cached()).saturating_add(pending);
-        Ok(most >= request.size && (pending > 0 || self.has_busy_pages()?))
     }
 
     fn count_shortage(

@@ -29,7 +29,7 @@ pub enum AllocError {
     )]
     GiveWay(Box<Shortage>),
     /// The task is the only one that holds memory, so that nobody else can make room: it can ask for less
-    /// at a time, or give back some of its own.
+    /// at a time, or give everything back, empty the cache and begin again.
     #[error("out of memory, and nobody else holds any: ask for less at a time; {0}")]
     Split(Box<Shortage>),
     /// The driver failed for another reason than memory.

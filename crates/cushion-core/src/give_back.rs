@@ -284,6 +284,18 @@ impl<D: Driver> Locked<'_, D> {
         })
     }
 
+    /// Whether waiting for pending frees, and for streams that are at work on free memory, may be enough for the
+    /// request.
+    pub(crate) fn events_help(&mut self, request: &Request) -> DriverResult<bool> {
+        let active = self.counters.active_bytes.current();
+        let pending = active.saturating_sub(self.counters.allocated_bytes.current());
+        let most = self.room()?.saturating_add(self.cached()).saturating_add(pending);
+        if most < request.size {
+            return Ok(false);
+        }
+        Ok(pending > 0 || self.could_borrow_later(request)? || self.has_busy_pages()?)
+    }
+
     /// Whether giving back would make room for the request now.
     pub(crate) fn giving_back_helps(&mut self, request: &Request) -> DriverResult<bool> {
         let room = self.room()?;

@@ -101,7 +101,7 @@ pub(crate) struct Found {
 impl State {
     /// Somebody waits who did not, or the other way round; or what is injected changed.
     pub(crate) fn pay_attention(&mut self) {
-        self.attention = !self.queue.is_empty() || self.injection.is_some();
+        self.attention = !self.queue.is_idle() || self.injection.is_some();
     }
 
     pub(crate) fn view(&self, device: Properties) -> View<'_> {
@@ -178,10 +178,12 @@ impl<D: Driver> Locked<'_, D> {
         }
         let &Asked { owner, blocks, .. } = asked;
         let asker = Asker { ticket: u64::MAX, owner, priority: owner::priority(), blocks };
-        if self.state.queue.is_empty() || !self.may_wait() {
+        if !self.may_wait() {
             return None;
         }
-        if !self.may_try(&asker) {
+        let held_back = self.is_held_back(owner);
+        self.state.pay_attention();
+        if held_back || !self.may_try(&asker) {
             return Some(Attempt::Queue);
         }
         self.state.queue.served(&asker);

@@ -75,14 +75,18 @@ pub(crate) struct Queue {
     waiting: BTreeMap<u64, Waiter>,
     last_ticket: u64,
     changes: u64,
+    /// Tasks that were told to give way, each with those that held memory then. Until one of these holds none
+    /// any more, a task that gave way and begins again would only have to give way once more.
+    gave_way: BTreeMap<Owner, BTreeSet<Owner>>,
 }
 
 /// Those to wake, once no lock is held.
 pub(crate) type Bells = Vec<Arc<Bell>>;
 
 impl Queue {
-    pub(crate) fn is_empty(&self) -> bool {
-        self.waiting.is_empty()
+    /// Whether nobody waits and nobody is held back.
+    pub(crate) fn is_idle(&self) -> bool {
+        self.waiting.is_empty() && self.gave_way.is_empty()
     }
 
     /// A place in the queue, for a request that has just fallen short.
@@ -189,7 +193,7 @@ impl Queue {
 /// What may still come.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Sources {
-    /// Frees that wait for other streams.
+    /// Frees that wait for other streams, and free memory that other streams are at work on.
     pub(crate) events: bool,
     /// What other threads and tasks hold.
     pub(crate) owners: bool,
@@ -239,6 +243,33 @@ impl<D: Driver> Locked<'_, D> {
         (asker.blocks || is_task()) && self.live_blocks().any(|block| block.owner == asker.owner)
     }
 
+    /// A task was told to give way to those that hold memory now.
+    pub(crate) fn gave_way(&mut self, owner: Owner) {
+        let mut others = self.holders();
+        others
+            .retain(|&other, standing| other != owner && matches!(standing, Standing::Task { .. }));
+        self.state.queue.gave_way.insert(owner, others.into_keys().collect());
+    }
+
+    /// Whether a task gave way to others, all of which still hold memory, and has given back its own.
+    pub(crate) fn is_held_back(&mut self, owner: Owner) -> bool {
+        if self.state.queue.gave_way.is_empty() {
+            return false;
+        }
+        let ended = owner::standings(self.state.queue.gave_way.keys().copied());
+        self.state.queue.gave_way.retain(|owner, _| ended[owner] != Standing::Gone);
+        let Some(others) = self.state.queue.gave_way.get(&owner) else { return false };
+        let holders = self.holders();
+        if holders.contains_key(&owner) {
+            return false;
+        }
+        if !others.is_empty() && others.iter().all(|other| holders.contains_key(other)) {
+            return true;
+        }
+        self.state.queue.gave_way.remove(&owner);
+        false
+    }
+
     /// Who holds memory and is still there.
     fn holders(&self) -> BTreeMap<Owner, Standing> {
         let owners: BTreeSet<Owner> = self.live_blocks().map(|block| block.owner).collect();
@@ -248,7 +279,14 @@ impl<D: Driver> Locked<'_, D> {
     }
 
     /// What may still come for a request that waits. `free` is what the device reports.
-    pub(crate) fn sources(&self, asker: &Asker, request: &Request, free: Option<u64>) -> Sources {
+    pub(crate) fn sources(
+        &mut self,
+        asker: &Asker,
+        request: &Request,
+        free: Option<u64>,
+    ) -> Sources {
+        // A driver that will not say means that nothing can be counted on.
+        let work = !self.state.pending.is_empty() || self.events_help(request).unwrap_or(false);
         let queue = &self.state.queue;
         let holders = self.holders();
         let owners = holders.iter().any(|(&owner, &standing)| !queue.is_waiting(owner, standing));
@@ -256,7 +294,7 @@ impl<D: Driver> Locked<'_, D> {
         let most = self.state.limit.unwrap_or(u64::MAX).min(self.device.total);
         let fits = request.size <= most;
         Sources {
-            events: fits && !self.state.pending.is_empty(),
+            events: fits && work,
             owners: fits && owners,
             processes: fits && self.others_may_help(request, free),
             turn: queue.ahead_of(asker).any(to_try),
