@@ -38,6 +38,9 @@ const MOST_RESTARTS: u64 = 200;
 /// How often one that cannot be run alone may: it is not going to finish, and is in the others' way.
 const HOPELESS_RESTARTS: u64 = 10;
 
+/// How many runs are told of one by one that went wrong.
+const COMPLAINTS: u64 = 10;
+
 /// How long a request may wait, on virtual time.
 const VIRTUAL_WAIT: Duration = Duration::from_secs(600);
 
@@ -47,7 +50,7 @@ pub(crate) fn run<O: Write, T: Write>(
     streams: &mut Streams<O, T>,
 ) -> anyhow::Result<Verdict> {
     let plan = Plan::new(args)?;
-    let mut told = Told { rows: Rows::default(), json: args.json, good: true };
+    let mut told = Told { rows: Rows::default(), json: args.json, bad: 0 };
     if args.real_threads {
         threads::run_all(&plan, Duration::from_secs(args.watchdog), &mut told, streams);
     } else {
@@ -58,7 +61,11 @@ pub(crate) fn run<O: Write, T: Write>(
             streams.data(format_args!("{line}"));
         }
     }
-    Ok(if told.good { Verdict::Fits } else { Verdict::STORM_LOST })
+    if told.bad > COMPLAINTS {
+        let more = told.bad - COMPLAINTS;
+        streams.talk(format_args!("and {more} runs more; --json has all of them"));
+    }
+    Ok(if told.bad == 0 { Verdict::Fits } else { Verdict::STORM_LOST })
 }
 
 /// What is to be run.
@@ -105,15 +112,18 @@ impl Plan {
 struct Told {
     rows: Rows,
     json: bool,
-    good: bool,
+    /// Runs that did not show what they are to show.
+    bad: u64,
 }
 
 impl Told {
     fn tell<O: Write, T: Write>(&mut self, outcome: &Outcome, streams: &mut Streams<O, T>) {
-        self.good &= outcome.is_good();
         self.rows.add(outcome);
-        for complaint in outcome.complaints() {
-            streams.talk(format_args!("{complaint}"));
+        if !outcome.is_good() {
+            self.bad += 1;
+            for complaint in outcome.complaints().iter().filter(|_| self.bad <= COMPLAINTS) {
+                streams.talk(format_args!("{complaint}"));
+            }
         }
         if self.json {
             match serde_json::to_string(outcome) {

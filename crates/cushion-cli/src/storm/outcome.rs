@@ -44,6 +44,12 @@ impl Ran {
         }
     }
 
+    /// How long it took, on its clock.
+    #[cfg(test)]
+    pub(crate) fn took(&self) -> Duration {
+        self.took
+    }
+
     /// Whether a task came to its end.
     pub(crate) fn finished(&self, task: usize) -> bool {
         self.fates[task].doing == Doing::Finished

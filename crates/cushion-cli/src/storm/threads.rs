@@ -238,8 +238,44 @@ fn watch(shared: &Shared, ended: &mpsc::Receiver<()>, patience: Duration) -> Opt
         if now.saturating_sub(since) >= patience {
             let quiet = patience.as_secs();
             let doing = shared.fates.in_words();
-            return Some(format!("no task made a step in {quiet} s; {doing}"));
+            return Some(format!("no task makes a step in {quiet} s; {doing}"));
         }
     }
     None
+}
+
+#[cfg(test)]
+mod tests {
+    use cushion_core::{Ladder, Policy};
+
+    use super::super::script::Step;
+    use super::*;
+
+    #[test]
+    fn the_watchdog_finds_a_hang_and_tells_who_does_what() {
+        let steps = vec![Step::Hold(Duration::from_secs(7200))];
+        let script = Script { maximum: 0, priority: 0, steps, pauses: vec![Duration::ZERO] };
+        let storm = Arc::new(Storm { scripts: vec![script], device: 64 << 20 });
+        let shape = Shape {
+            tasks: 1,
+            at_once: 1,
+            allocations: 1,
+            task_max: 8 << 20,
+            device_ratio: 8.0,
+            streams: 1,
+        };
+        let (policy, ladder) = (Policy::Segments, Ladder::Graceful);
+        let setting = Setting {
+            seed: 0,
+            policy,
+            ladder,
+            device: storm.device,
+            wait: WAIT,
+            hurry: HURRY,
+            alone: false,
+        };
+        let ran = run(setting, &shape, &storm, &[true], Duration::from_secs(1));
+        let hang = "no task makes a step in 1 s; task 0 is at step 1 of 1";
+        assert_eq!(ran.ended, Ended::Hang(hang.to_owned()));
+    }
 }

@@ -163,13 +163,74 @@ fn drive(
         }
         let next = [clock.next_alarm(), world.next_done()].into_iter().flatten().min();
         let Some(next) = next.filter(|&next| next.saturating_sub(since) <= STANDSTILL) else {
+            let limit = STANDSTILL.as_secs();
+            let hang = format!("no task makes a step in {limit} s; {}", fates.in_words());
             // The lives are abandoned as a program that hangs is.
-            let quiet = now.saturating_sub(since).as_secs_f64();
-            let hang = format!("no task made a step in {quiet:.1} s; {}", fates.in_words());
             lives.into_iter().flatten().for_each(|life| drop(ManuallyDrop::into_inner(life)));
             return Ended::Hang(hang);
         };
         clock.advance(next.saturating_sub(now));
         world.catch_up();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use cushion_core::{Ladder, Policy};
+
+    use super::super::script::Step;
+    use super::super::task::Doing;
+    use super::*;
+
+    fn alone(steps: Vec<Step>) -> Ran {
+        let pauses = vec![Duration::ZERO];
+        let script = Script { maximum: 8 << 20, priority: 0, steps, pauses };
+        let setting = Setting {
+            seed: 0,
+            policy: Policy::Segments,
+            ladder: Ladder::Graceful,
+            device: 64 << 20,
+            wait: Duration::from_secs(600),
+            hurry: 1,
+            alone: true,
+        };
+        run(setting, &[Part { script: &script, most_restarts: 3 }], 1)
+    }
+
+    fn allocate(bytes: u64) -> Step {
+        Step::Allocate { bytes, stream: StreamId(0) }
+    }
+
+    #[test]
+    fn a_task_comes_to_its_end() {
+        let takes = Duration::from_millis(3);
+        let (blocks, stream) = (vec![0], StreamId(1));
+        let work = Step::Compute { blocks, stream, takes, awaited: true };
+        let hold = Step::Hold(Duration::from_millis(4));
+        let ran = alone(vec![allocate(8 << 20), work, hold, Step::Free { block: 0 }]);
+        assert_eq!(ran.ended, Ended::Quiet);
+        assert!(ran.finished(0));
+        assert_eq!(ran.took(), Duration::from_millis(7));
+    }
+
+    #[test]
+    fn a_task_that_can_never_be_served_begins_again_as_often_as_it_may() {
+        let ran = alone(vec![allocate(4 << 20), allocate(1 << 30)]);
+        assert_eq!((ran.ended, ran.fates[0].doing), (Ended::Quiet, Doing::Lost));
+        assert_eq!(ran.fates[0].restarts, 3);
+    }
+
+    #[test]
+    fn a_hang_is_found() {
+        let ran = alone(vec![allocate(8 << 20), Step::Hold(Duration::from_secs(3600))]);
+        let Ended::Hang(what) = ran.ended else { panic!("{:?}", ran.ended) };
+        assert_eq!(what, "no task makes a step in 60 s; task 0 is at step 2 of 2");
+    }
+
+    #[test]
+    fn a_broken_promise_is_found() {
+        let (blocks, stream, takes) = (vec![7], StreamId(0), Duration::ZERO);
+        let ran = alone(vec![Step::Compute { blocks, stream, takes, awaited: false }]);
+        assert!(matches!(ran.ended, Ended::Violation(_)), "{:?}", ran.ended);
     }
 }
