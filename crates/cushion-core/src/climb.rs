@@ -122,6 +122,11 @@ impl Climb {
         self.deadline.saturating_sub(now)
     }
 
+    /// Whether it went up from the bottom: one that had to queue has not.
+    fn has_climbed(&self) -> bool {
+        self.rungs.iter().any(|tried| tried.rung == Rung::Grow)
+    }
+
     fn step(&self) -> Option<Step> {
         self.ladder.steps().get(self.at).copied()
     }
@@ -581,6 +586,7 @@ impl<D: Driver> Engine<D> {
             let mut sources = engine.sources(&climb.asker, &request, free);
             // One that gave way is let in when its time is up, rather than refused.
             let held_back = !left.is_zero() && engine.is_held_back(climb.asker.owner);
+            engine.state.queue.hold_back(climb.asker.ticket, held_back);
             sources.turn |= held_back;
             if !held_back && engine.may_try(&climb.asker) || !sources.any() {
                 if let Some(address) = engine.serve_free(climb) {
@@ -593,8 +599,12 @@ impl<D: Driver> Engine<D> {
                     climb.seen = Some((engine.state.queue.changes(), free));
                     return (Visit::Again, bells);
                 }
-                let seen = (engine.state.queue.changes(), free);
-                if sources.any() && climb.seen.replace(seen) != Some(seen) {
+                let now = (engine.state.queue.changes(), free);
+                let before = climb.seen.replace(now);
+                // Before it joined the queue, nobody counted what changed.
+                let is_new =
+                    before.map_or(sources.any() || !climb.has_climbed(), |before| before != now);
+                if is_new {
                     return (Visit::Again, Bells::new());
                 }
                 engine.state.queue.tried(climb.asker.ticket);
@@ -644,7 +654,10 @@ impl<D: Driver> Engine<D> {
             self.end(climb, Outcome::Survived(by));
         } else {
             // The driver had more: a miss, and no shortage.
-            self.locked(|engine| engine.counters.misses.add(1));
+            self.locked(|engine| {
+                engine.counters.misses.add(1);
+                engine.state.queue.passed_over(climb.asker.ticket);
+            });
         }
         Ok(address)
     }
@@ -684,7 +697,7 @@ impl<D: Driver> Engine<D> {
         let (shortage, (groups, holders), bells) = self.locked(|mut engine| {
             if outcome.is_survived() {
                 engine.counters.misses.add(1);
-                engine.state.queue.served(&climb.asker);
+                engine.state.queue.passed_over(climb.asker.ticket);
             }
             let bells = engine.state.queue.leave(climb.asker.ticket);
             if outcome == Outcome::GiveWay {

@@ -55,6 +55,8 @@ struct Waiter {
     /// The count of changes when it last tried in vain.
     tried: Option<u64>,
     verdict: Option<Verdict>,
+    /// It gave way, and keeps nobody else waiting.
+    held_back: bool,
 }
 
 impl Waiter {
@@ -104,7 +106,7 @@ impl Queue {
     pub(crate) fn join(&mut self, asker: Asker, bell: &Arc<Bell>) {
         self.waiting.entry(asker.ticket).or_insert_with(|| {
             let bell = Arc::clone(bell);
-            Waiter { asker, bell, passed: 0, tried: None, verdict: None }
+            Waiter { asker, bell, passed: 0, tried: None, verdict: None, held_back: false }
         });
     }
 
@@ -113,13 +115,10 @@ impl Queue {
         if self.waiting.remove(&ticket).is_some() { self.changed() } else { Vec::new() }
     }
 
-    /// The request was served: those who came before it were passed over.
-    pub(crate) fn served(&mut self, asker: &Asker) {
-        let rank = self.rank_of(asker);
-        for waiter in self.waiting.values_mut() {
-            if waiter.asker.ticket != asker.ticket && waiter.rank() < rank {
-                waiter.passed = waiter.passed.saturating_add(1);
-            }
+    /// A request was served: those who asked before it were passed over.
+    pub(crate) fn passed_over(&mut self, ticket: u64) {
+        for (_, waiter) in self.waiting.range_mut(..ticket) {
+            waiter.passed = waiter.passed.saturating_add(1);
         }
     }
 
@@ -129,6 +128,8 @@ impl Queue {
             return Vec::new();
         }
         self.changes += 1;
+        // What was decided and not yet heard may be otherwise now.
+        self.waiting.values_mut().for_each(|waiter| waiter.verdict = None);
         let mut order: Vec<_> = self.waiting.values().collect();
         order.sort_unstable_by_key(|waiter| waiter.rank());
         order.into_iter().take(WOKEN).map(|waiter| Arc::clone(&waiter.bell)).collect()
@@ -138,6 +139,13 @@ impl Queue {
     pub(crate) fn tried(&mut self, ticket: u64) {
         if let Some(waiter) = self.waiting.get_mut(&ticket) {
             waiter.tried = Some(self.changes);
+        }
+    }
+
+    /// Whether the request is held back.
+    pub(crate) fn hold_back(&mut self, ticket: u64, held_back: bool) {
+        if let Some(waiter) = self.waiting.get_mut(&ticket) {
+            waiter.held_back = held_back;
         }
     }
 
@@ -151,6 +159,17 @@ impl Queue {
         let waiter = self.waiting.get_mut(&ticket)?;
         waiter.verdict = Some(verdict);
         Some(Arc::clone(&waiter.bell))
+    }
+
+    /// Refuses a request, if it has tried since the last change; if not, it is to try first.
+    fn refuse(&self, least: Option<&Waiter>, verdict: Verdict) -> Standstill {
+        match least {
+            None => Standstill::None,
+            Some(least) if least.tried != Some(self.changes) => {
+                Standstill::TryAgain(vec![Arc::clone(&least.bell)])
+            }
+            Some(least) => Standstill::Refuse(least.asker.ticket, verdict),
+        }
     }
 
     /// How many wait.
@@ -175,7 +194,8 @@ impl Queue {
         let (owner, ticket, blocks) = (asker.owner, asker.ticket, asker.blocks);
         self.undecided().filter(move |waiter| {
             let own_future = blocks && !waiter.asker.blocks && waiter.asker.owner == owner;
-            waiter.asker.ticket != ticket && waiter.rank() < rank && !own_future
+            let is_ahead = waiter.asker.ticket != ticket && waiter.rank() < rank;
+            is_ahead && !own_future && !waiter.held_back
         })
     }
 
@@ -330,10 +350,7 @@ impl<D: Driver> Locked<'_, D> {
             let least = queue
                 .undecided()
                 .min_by_key(|waiter| (waiter.asker.priority, Reverse(waiter.asker.ticket)));
-            return match least.filter(|_| in_vain) {
-                Some(least) => Standstill::Refuse(least.asker.ticket, Verdict::InVain),
-                None => Standstill::None,
-            };
+            return queue.refuse(least.filter(|_| in_vain), Verdict::InVain);
         }
         // Those kept back for one that starves may fit.
         let mut kept_back = false;
@@ -350,6 +367,6 @@ impl<D: Driver> Locked<'_, D> {
             let Asker { priority, owner, ticket, .. } = waiter.asker;
             (priority, Reverse(owner), Reverse(ticket))
         });
-        least.map_or(Standstill::None, |least| Standstill::Refuse(least.asker.ticket, verdict))
+        queue.refuse(least, verdict)
     }
 }
