@@ -588,7 +588,9 @@ impl<D: Driver> Engine<D> {
             let held_back = !left.is_zero() && engine.is_held_back(climb.asker.owner);
             engine.state.queue.hold_back(climb.asker.ticket, held_back);
             sources.turn |= held_back;
-            if !held_back && engine.may_try(&climb.asker) || !sources.any() {
+            let urged = engine.state.queue.is_urged(climb.asker.ticket);
+            let in_turn = !held_back && engine.may_try(&climb.asker);
+            if in_turn || urged || !sources.any() {
                 if let Some(address) = engine.serve_free(climb) {
                     return (Visit::Served(address, 0), Bells::new());
                 }
@@ -794,7 +796,9 @@ impl<D: Driver> Locked<'_, D> {
         self.counters.shortage_nanos.add(nanos);
         if outcome.is_survived() {
             self.counters.shortages_survived.add(1);
-        } else if !matches!(outcome, Outcome::GivenUp | Outcome::Driver) {
+        } else if matches!(outcome, Outcome::GivenUp | Outcome::Driver) {
+            self.counters.shortages_broken.add(1);
+        } else {
             self.counters.shortages_refused.add(1);
             self.counters.num_ooms.add(1);
             let place = (request.stream, request.pool);

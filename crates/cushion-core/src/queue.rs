@@ -57,6 +57,8 @@ struct Waiter {
     verdict: Option<Verdict>,
     /// It gave way, and keeps nobody else waiting.
     held_back: bool,
+    /// It is to try, whoever is ahead: it would be refused otherwise.
+    urged: bool,
 }
 
 impl Waiter {
@@ -106,7 +108,15 @@ impl Queue {
     pub(crate) fn join(&mut self, asker: Asker, bell: &Arc<Bell>) {
         self.waiting.entry(asker.ticket).or_insert_with(|| {
             let bell = Arc::clone(bell);
-            Waiter { asker, bell, passed: 0, tried: None, verdict: None, held_back: false }
+            Waiter {
+                asker,
+                bell,
+                passed: 0,
+                tried: None,
+                verdict: None,
+                held_back: false,
+                urged: false,
+            }
         });
     }
 
@@ -139,7 +149,13 @@ impl Queue {
     pub(crate) fn tried(&mut self, ticket: u64) {
         if let Some(waiter) = self.waiting.get_mut(&ticket) {
             waiter.tried = Some(self.changes);
+            waiter.urged = false;
         }
+    }
+
+    /// Whether the request is to try, whoever is ahead.
+    pub(crate) fn is_urged(&self, ticket: u64) -> bool {
+        self.waiting.get(&ticket).is_some_and(|waiter| waiter.urged)
     }
 
     /// Whether the request is held back.
@@ -162,10 +178,12 @@ impl Queue {
     }
 
     /// Refuses a request, if it has tried since the last change; if not, it is to try first.
-    fn refuse(&self, least: Option<&Waiter>, verdict: Verdict) -> Standstill {
-        match least {
+    fn refuse(&mut self, least: Option<u64>, verdict: Verdict) -> Standstill {
+        let changes = self.changes;
+        match least.and_then(|ticket| self.waiting.get_mut(&ticket)) {
             None => Standstill::None,
-            Some(least) if least.tried != Some(self.changes) => {
+            Some(least) if least.tried != Some(changes) => {
+                least.urged = true;
                 Standstill::TryAgain(vec![Arc::clone(&least.bell)])
             }
             Some(least) => Standstill::Refuse(least.asker.ticket, verdict),
@@ -350,7 +368,8 @@ impl<D: Driver> Locked<'_, D> {
             let least = queue
                 .undecided()
                 .min_by_key(|waiter| (waiter.asker.priority, Reverse(waiter.asker.ticket)));
-            return queue.refuse(least.filter(|_| in_vain), Verdict::InVain);
+            let least = least.filter(|_| in_vain).map(|least| least.asker.ticket);
+            return queue.refuse(least, Verdict::InVain);
         }
         // Those kept back for one that starves may fit.
         let mut kept_back = false;
@@ -367,6 +386,7 @@ impl<D: Driver> Locked<'_, D> {
             let Asker { priority, owner, ticket, .. } = waiter.asker;
             (priority, Reverse(owner), Reverse(ticket))
         });
+        let least = least.map(|least| least.asker.ticket);
         queue.refuse(least, verdict)
     }
 }

@@ -719,6 +719,65 @@ mod tests {
         assert_eq!(shortage.remedies(), [Remedy::More(30 * MIB)]);
     }
 
+    /// A program in which every rung has something to do, run once for each call of the driver that may fail.
+    /// Afterwards nothing is lost, and what was refused is served.
+    #[test]
+    fn nothing_is_lost_whichever_call_fails() {
+        let conf = "max_split_size_mb:30,spill_limit_mb:64,spill_over_mb:1";
+        for (policy, fault) in POLICIES.into_iter().flat_map(|policy| {
+            [Fault::OutOfMemory, Fault::Failed(719)].map(|fault| (policy, fault))
+        }) {
+            let mut calls_made = u64::MAX;
+            let mut nth = 0;
+            while nth < calls_made {
+                nth += 1;
+                let gpu = Arc::new(gpu(100, &format!("{conf},{policy}")));
+                gpu.driver().fail(FailWhen::NthOfAny(nth), fault);
+                let spare = Arc::new(AtomicU64::new(0));
+                let (engine, slot) = (Arc::downgrade(&gpu), Arc::clone(&spare));
+                gpu.on_shortage(0, move |_| {
+                    let address = slot.swap(0, Ordering::Relaxed);
+                    _ = engine.upgrade().map(|engine| engine.free(address));
+                });
+                let mut live = Vec::new();
+                let mut keep = |result: Result<u64, AllocError>| live.extend(result.ok());
+                for (size, stream) in [(40, S0), (31, S1), (9, S0), (9, S0), (5, S2)] {
+                    keep(gpu.alloc(size * MIB, stream));
+                }
+                for address in live.drain(..) {
+                    let _ = gpu.record_stream(address, S2);
+                    gpu.driver().launch(S2);
+                    let _ = gpu.free(address);
+                }
+                for (size, stream) in [(60, S0), (35, S1), (50, S2), (20, S0), (30, S1)] {
+                    match gpu.alloc(size * MIB, stream) {
+                        Ok(address) if spare.load(Ordering::Relaxed) == 0 => {
+                            spare.store(address, Ordering::Relaxed);
+                        }
+                        other => live.extend(other.ok()),
+                    }
+                    gpu.check_invariants().unwrap();
+                }
+                calls_made = gpu.driver().counts().total();
+                gpu.driver().clear_failures();
+                live.push(spare.swap(0, Ordering::Relaxed));
+                for address in live {
+                    let _ = gpu.free(address);
+                }
+                gpu.driver().finish_all();
+                gpu.empty_cache().unwrap();
+                gpu.check_invariants().unwrap();
+                assert_eq!(
+                    (gpu.driver().held(), gpu.driver().held_host()),
+                    (0, 0),
+                    "{policy}, call {nth}, {fault:?}"
+                );
+                take(&gpu, 100 * MIB, S0);
+            }
+            assert!(calls_made > 50, "{calls_made}");
+        }
+    }
+
     // ---- injection ----
 
     #[test]
