@@ -148,12 +148,14 @@ impl Outcome {
 
     /// What went wrong and how to see it again, for people.
     pub(crate) fn complaints(&self) -> Vec<String> {
-        let Self { seed, policy, ladder, hang, violation, .. } = self;
+        let Self { seed, policy, ladder, real_threads, hang, violation, .. } = self;
         let kinds = [("a violation", violation), ("a hang", hang)];
         let told = kinds.into_iter().filter_map(|(kind, what)| Some((kind, what.as_ref()?)));
         told.map(|(kind, what)| {
+            let threads = if *real_threads { " --real-threads" } else { "" };
             format!(
-                "{kind} with --first-seed {seed} --seeds 1 --policy {policy} --ladder {ladder}: {what}"
+                "{kind} with --first-seed {seed} --seeds 1 --policy {policy} --ladder {ladder}{threads} \
+                 and this shape: {what}"
             )
         })
         .collect()

@@ -18,6 +18,13 @@ const HALVINGS: u32 = 4;
 /// Smaller ones are not split.
 const LEAST_SPLIT: u64 = 2 * MIB;
 
+/// So many times a task begins again without thinking; from then on it waits longer each time,
+const HASTY: u64 = 32;
+/// by this much,
+const PAUSE_STEP: Duration = Duration::from_millis(20);
+/// and no longer than this.
+const LONGEST_PAUSE: Duration = Duration::from_secs(2);
+
 /// How a task gets memory and lets time pass.
 pub(crate) trait Surroundings {
     /// Memory, in the task's name.
@@ -127,11 +134,11 @@ impl<S: Surroundings> Player<'_, S> {
             if world.setting.ladder == Ladder::Torch || restarts >= self.most_restarts {
                 return self.set(Doing::Lost);
             }
-            let pause = script.pauses[usize::try_from(restarts).unwrap_or(0) % script.pauses.len()];
             restarts += 1;
             self.fates.of(self.number).restarts = restarts;
             self.begin_afresh(&refused);
             self.set(Doing::Working { step: 0, of: script.steps.len() });
+            let pause = self.pause_before(restarts);
             if !pause.is_zero() {
                 self.pause(pause).await;
             }
@@ -144,6 +151,16 @@ impl<S: Surroundings> Player<'_, S> {
         if matches!(refused, AllocError::Split(_)) {
             self.world.engine.empty_cache().expect("a driver that works");
         }
+    }
+
+    /// How long the task waits before it begins again. One that has begun again often gives the others time, as any
+    /// program does that tries again.
+    fn pause_before(&self, restart: u64) -> Duration {
+        let pauses = &self.script.pauses;
+        let pause = pauses[usize::try_from(restart).unwrap_or(0) % pauses.len()];
+        let longer = PAUSE_STEP
+            .saturating_mul(u32::try_from(restart.saturating_sub(HASTY)).unwrap_or(u32::MAX));
+        pause + longer.min(LONGEST_PAUSE)
     }
 
     fn set(&self, doing: Doing) {
