@@ -24,6 +24,9 @@ use super::world::{Setting, World};
 /// No pause and no computation lasts nearly as long: if no task makes a step in this time, none will.
 const STANDSTILL: Duration = Duration::from_secs(60);
 
+/// No storm goes on for as long: tasks that make steps without end get nowhere either.
+const FOR_EVER: Duration = Duration::from_secs(30 * 24 * 3600);
+
 /// A script with its limits.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Part<'a> {
@@ -162,9 +165,10 @@ fn drive(
             (steps, since) = (world.steps(), now);
         }
         let next = [clock.next_alarm(), world.next_done()].into_iter().flatten().min();
-        let Some(next) = next.filter(|&next| next.saturating_sub(since) <= STANDSTILL) else {
-            let limit = STANDSTILL.as_secs();
-            let hang = format!("no task makes a step in {limit} s; {}", fates.in_words());
+        let limit = (since + STANDSTILL).min(FOR_EVER);
+        let Some(next) = next.filter(|&next| next <= limit) else {
+            let quiet = limit.saturating_sub(since).as_secs();
+            let hang = format!("no task makes a step in {quiet} s; {}", fates.in_words());
             // The lives are abandoned as a program that hangs is.
             lives.into_iter().flatten().for_each(|life| drop(ManuallyDrop::into_inner(life)));
             return Ended::Hang(hang);
