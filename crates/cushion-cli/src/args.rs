@@ -3,7 +3,7 @@
 use std::ffi::OsString;
 use std::path::PathBuf;
 
-use clap::{Args, Parser, Subcommand, ValueEnum};
+use clap::{Args, Parser, Subcommand, ValueEnum, value_parser};
 use cushion_core::{Ladder, Options, Policy, parse_bytes};
 
 /// A caching allocator for GPU memory that keeps programs alive when memory runs out.
@@ -43,6 +43,14 @@ pub(crate) enum Command {
     /// starts use Cushion too. Needs the Python package `cushion`, whose help says more: cushion run --help.
     #[command(disable_help_flag = true)]
     Run(RunArgs),
+    /// Run many tasks that together want far more than a simulated GPU has: what is lost, and what the
+    /// ladder saves.
+    ///
+    /// Each seed is a storm of its own: tasks that allocate, hold, compute and free by chance, each up to a
+    /// maximum of its own. The same seed gives the same run. The exit code is 0 if nothing hung, no
+    /// invariant broke, and with the ladder every task finished that can be run alone; 1 if not; 2 for bad
+    /// usage.
+    Storm(StormArgs),
     /// Print the reference of all options, as in docs/options.md.
     Options,
 }
@@ -146,6 +154,85 @@ pub(crate) struct ReportArgs {
     /// What is tried before a request is refused: what PyTorch does, or Cushion's own steps.
     #[arg(long, value_enum, default_value_t = LadderArg::Torch)]
     pub(crate) ladder: LadderArg,
+}
+
+/// The arguments of `cushion storm`.
+#[derive(Debug, Args)]
+pub(crate) struct StormArgs {
+    /// How many storms.
+    #[arg(long, value_name = "N", default_value_t = 100, value_parser = value_parser!(u64).range(1..))]
+    pub(crate) seeds: u64,
+
+    /// The seed of the first; the others follow it.
+    #[arg(long, value_name = "K", default_value_t = 0)]
+    pub(crate) first_seed: u64,
+
+    /// Tasks of each storm.
+    #[arg(long, value_name = "N", default_value_t = 12, value_parser = value_parser!(u16).range(1..))]
+    pub(crate) tasks: u16,
+
+    /// How many of them run at the same time.
+    #[arg(long, value_name = "N", default_value_t = 4, value_parser = value_parser!(u16).range(1..))]
+    pub(crate) at_once: u16,
+
+    /// Allocations of each task.
+    #[arg(long, value_name = "N", default_value_t = 50, value_parser = value_parser!(u16).range(1..))]
+    pub(crate) allocations: u16,
+
+    /// The largest task there may be, as 2GiB, 512MiB, or a number of bytes. Each draws its own maximum, down
+    /// to an eighth of this.
+    #[arg(long, value_name = "BYTES", default_value = "2GiB", value_parser = parse_bytes)]
+    pub(crate) task_max: u64,
+
+    /// The memory of the device, as a multiple of the largest task of that storm.
+    #[arg(long, value_name = "F", default_value_t = 1.5)]
+    pub(crate) device_ratio: f64,
+
+    /// Streams of the device. Each task has one of its own, as far as they go, and now and then uses another.
+    #[arg(long, value_name = "N", default_value_t = 4, value_parser = value_parser!(u16).range(1..))]
+    pub(crate) streams: u16,
+
+    /// How memory is laid out and got.
+    #[arg(long, value_enum, default_value_t = PolicyArg::All)]
+    pub(crate) policy: PolicyArg,
+
+    /// What is tried before a request is refused: what PyTorch does, Cushion's own steps, or each in turn.
+    #[arg(long, value_enum, default_value_t = LaddersArg::Both)]
+    pub(crate) ladder: LaddersArg,
+
+    /// Tasks are threads on real time, with all pauses made short, in place of virtual time. Such runs are
+    /// not exact by seed.
+    #[arg(long)]
+    pub(crate) real_threads: bool,
+
+    /// With --real-threads: if no task makes a step in so many seconds, the storm hangs.
+    #[arg(long, value_name = "SECONDS", default_value_t = 30, value_parser = value_parser!(u64).range(1..=86_400))]
+    pub(crate) watchdog: u64,
+
+    /// One JSON object per line, seed, policy and ladder.
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// One ladder, or both.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum LaddersArg {
+    /// What PyTorch does.
+    Torch,
+    /// Cushion's own.
+    Graceful,
+    /// Each in turn.
+    Both,
+}
+
+impl LaddersArg {
+    pub(crate) fn ladders(self) -> &'static [Ladder] {
+        match self {
+            Self::Torch => &[Ladder::Torch],
+            Self::Graceful => &[Ladder::Graceful],
+            Self::Both => &[Ladder::Torch, Ladder::Graceful],
+        }
+    }
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]

@@ -1,7 +1,7 @@
 //! The `cushion` command as a library, so that a binary and the Python wheel share it.
 //!
-//! Data goes to standard output, talk to standard error. Exit codes: 0 for yes, 1 for out of memory,
-//! 2 for bad input or usage, 3 for a difference found by `--verify`.
+//! Data goes to standard output, talk to standard error. Exit codes: 0 for yes, 1 for out of memory or a
+//! storm that was not weathered, 2 for bad input or usage, 3 for a difference found by `--verify`.
 
 #![forbid(unsafe_code)]
 
@@ -13,6 +13,7 @@ mod python;
 mod replay;
 mod report;
 mod save;
+mod storm;
 mod table;
 
 use std::ffi::OsString;
@@ -31,6 +32,11 @@ enum Verdict {
     OutOfMemory = 1,
     BadInput = 2,
     Differs = 3,
+}
+
+impl Verdict {
+    /// A storm hung, broke a promise, or lost a task that the ladder is to save.
+    const STORM_LOST: Self = Self::OutOfMemory;
 }
 
 /// Runs the command line `args`, program name first; returns the exit code.
@@ -54,6 +60,7 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> u8 {
         Command::Replay(args) => replay::run(&args, &mut streams),
         Command::Convert(args) => convert::run(&args, &mut streams),
         Command::Report(args) => report::run(&args, &mut streams),
+        Command::Storm(args) => storm::run(&args, &mut streams),
         Command::Run(args) => Err(python::hand_over(&args.program)),
         Command::Options => {
             streams.data(format_args!("{}", cushion_core::options::markdown().trim_end()));

@@ -1,0 +1,52 @@
+//! Keeps a panic from ending more than one run: it is what that run found.
+
+use std::cell::{Cell, RefCell};
+use std::panic::{AssertUnwindSafe, PanicHookInfo, catch_unwind};
+use std::sync::Once;
+
+thread_local! {
+    /// Whether panics of this thread are caught.
+    static GUARDED: Cell<bool> = const { Cell::new(false) };
+    /// What the last one said, and where.
+    static SAID: RefCell<Option<String>> = const { RefCell::new(None) };
+}
+
+/// What `f` returns, or what it panicked with. Nothing is printed: the command holds standard error while
+/// it runs, and says itself what went wrong.
+pub(crate) fn guarded<T>(f: impl FnOnce() -> T) -> Result<T, String> {
+    static HOOK: Once = Once::new();
+    HOOK.call_once(|| {
+        let before = std::panic::take_hook();
+        std::panic::set_hook(Box::new(
+            move |info| {
+                if GUARDED.get() { note(info) } else { before(info) }
+            },
+        ));
+    });
+    let before = GUARDED.replace(true);
+    let result = catch_unwind(AssertUnwindSafe(f));
+    GUARDED.set(before);
+    result.map_err(|_| SAID.take().unwrap_or_else(|| "a panic".to_owned()))
+}
+
+fn note(info: &PanicHookInfo<'_>) {
+    let said = info.payload_as_str().unwrap_or("a panic");
+    let place = info.location().map(|at| format!(" ({}:{})", at.file(), at.line()));
+    // The first is the cause, if one leads to another.
+    SAID.with_borrow_mut(|first| {
+        first.get_or_insert_with(|| format!("{said}{}", place.unwrap_or_default()));
+    });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_panic_is_what_was_found() {
+        assert_eq!(guarded(|| 7), Ok(7));
+        let found = guarded(|| panic!("{} went wrong", 1)).unwrap_err();
+        assert!(found.starts_with("1 went wrong (") && found.contains("guard.rs:"), "{found}");
+        assert_eq!(guarded(|| 8), Ok(8));
+    }
+}
