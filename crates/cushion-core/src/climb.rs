@@ -170,23 +170,24 @@ impl<D: Driver> Engine<D> {
     #[cold]
     pub(crate) fn begin_climb(&self, asked: &Asked, attempt: &Attempt) -> Climb {
         let started = self.clock.now();
-        let (ladder, options, ticket) = self.locked(|engine| {
+        let (ladder, options, ticket, owner) = self.locked(|mut engine| {
+            let owner = engine.lead(asked.owner);
             let state = engine.state;
-            (state.ladder, state.options.clone(), state.queue.ticket())
+            (state.ladder, state.options.clone(), state.queue.ticket(), owner)
         });
         let budget = if owner::is_in_callback() {
             Duration::ZERO
         } else {
             owner::budget().unwrap_or(Duration::from_millis(options.wait_ms))
         };
-        let Asked { owner, blocks, .. } = *asked;
+        let asked = Asked { owner, ..*asked };
         let injected = match attempt {
             Attempt::Injected(injected) => Some(*injected),
             _ => None,
         };
         let mut climb = Climb {
-            asked: *asked,
-            asker: Asker { ticket, owner, priority: owner::priority(), blocks },
+            asked,
+            asker: Asker { ticket, owner, priority: owner::priority(), blocks: asked.blocks },
             ladder,
             backoff: Backoff::new(&options, self.seed.wrapping_add(ticket)),
             options,

@@ -16,7 +16,7 @@ use crate::history::{Action, Context, Entry, History};
 use crate::ladder::Ladder;
 use crate::locked::{Asked, Attempt, Locked, State};
 use crate::options::{NotOurs, Options, OptionsError};
-use crate::owner;
+use crate::owner::{self, Owner};
 use crate::pages::PageTable;
 use crate::pending::Pending;
 use crate::policy::Policy;
@@ -117,6 +117,7 @@ impl<D: Driver> Engine<D> {
             leaving: 0,
             left_ranges: Vec::new(),
             queue: Queue::default(),
+            leader: Owner::NOBODY,
             injection: None,
             attention: false,
         };

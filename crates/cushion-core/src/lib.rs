@@ -73,7 +73,7 @@ pub use history::{Action, Context, Entry};
 pub use inject::{Faults, Injection, InjectionError};
 pub use ladder::{Ladder, Rung, RungSet};
 pub use options::Options;
-pub use owner::{Owner, Task, Working, budget, priority, set_budget, set_priority};
+pub use owner::{Owner, Task, Working, budget, priority, set_budget, set_followers, set_priority};
 pub use policy::Policy;
 pub use pool::PoolId;
 pub use private::StreamFilter;

@@ -50,6 +50,8 @@ pub(crate) struct State {
     /// Ranges of addresses that no block is in, and that the driver would not take back so far.
     pub(crate) left_ranges: Vec<(u64, u64)>,
     pub(crate) queue: Queue,
+    /// Who asked last, of those who ask for themselves.
+    pub(crate) leader: Owner,
     /// What is made to fail, if anything.
     pub(crate) injection: Option<Injection>,
     /// Whether an allocation has to look whether somebody waits, or a failure is injected.
@@ -116,12 +118,13 @@ impl<D: Driver> Locked<'_, D> {
     /// Serves a request from a free block, if there is one.
     pub(crate) fn alloc(&mut self, asked: &Asked) -> Result<Attempt, AllocError> {
         self.begin(asked.stream)?;
+        let owner = self.lead(asked.owner);
         if self.state.attention
-            && let Some(held_up) = self.hold_up(asked)
+            && let Some(held_up) = self.hold_up(asked, owner)
         {
             return Ok(held_up);
         }
-        let request = self.request(asked.bytes, asked.stream, asked.owner);
+        let request = self.request(asked.bytes, asked.stream, owner);
         let policy = self.state.policy;
         let Some(block) = self.search(&request, policy) else { return Ok(Attempt::Miss) };
         if self.state.attention {
@@ -133,8 +136,9 @@ impl<D: Driver> Locked<'_, D> {
 
     /// As [`alloc`](Self::alloc), and asks the driver too; but `None` where more is needed than that.
     pub(crate) fn alloc_at_once(&mut self, asked: &Asked) -> Result<Option<u64>, AllocError> {
-        let &Asked { bytes, stream, context, owner, .. } = asked;
+        let &Asked { bytes, stream, context, .. } = asked;
         self.begin(stream)?;
+        let owner = self.lead(asked.owner);
         if self.state.attention {
             // Whoever waits may have to come first, and what is injected strikes once.
             return Ok(None);
@@ -155,6 +159,14 @@ impl<D: Driver> Locked<'_, D> {
         Ok(Some(self.hand_out(found, &request, context)))
     }
 
+    /// Who asks: somebody, or, for one that follows, whoever asked last.
+    pub(crate) fn lead(&mut self, owner: Owner) -> Owner {
+        if owner != Owner::FOLLOWER {
+            self.state.leader = owner;
+        }
+        self.state.leader
+    }
+
     /// Completes frees that other streams are done with.
     pub(crate) fn begin(&mut self, stream: StreamId) -> DriverResult<()> {
         if self.is_recording() {
@@ -170,7 +182,7 @@ impl<D: Driver> Locked<'_, D> {
 
     /// Whether a failure is injected here, or others come first.
     #[cold]
-    fn hold_up(&mut self, asked: &Asked) -> Option<Attempt> {
+    fn hold_up(&mut self, asked: &Asked, owner: Owner) -> Option<Attempt> {
         if owner::is_in_callback() {
             return None;
         }
@@ -179,7 +191,7 @@ impl<D: Driver> Locked<'_, D> {
         {
             return Some(Attempt::Injected(injected));
         }
-        let &Asked { owner, blocks, .. } = asked;
+        let blocks = asked.blocks;
         let asker = Asker { ticket: u64::MAX, owner, priority: owner::priority(), blocks };
         if !self.may_wait() {
             return None;

@@ -7,7 +7,7 @@
 use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
 /// Who holds an allocation: the number of a thread or a task. Zero is nobody.
@@ -17,6 +17,9 @@ pub struct Owner(pub(crate) u32);
 impl Owner {
     /// Nobody: memory that was there before.
     pub const NOBODY: Self = Self(0);
+
+    /// Whoever asked last, on the same engine: see [`set_followers`].
+    pub(crate) const FOLLOWER: Self = Self(u32::MAX);
 }
 
 impl fmt::Display for Owner {
@@ -41,8 +44,21 @@ pub(crate) fn current() -> Owner {
     if number != 0 { Owner(number) } else { first_use() }
 }
 
+static IS_FOLLOWER: OnceLock<fn() -> bool> = OnceLock::new();
+
+/// Sets how threads are known, on their first allocation, that do nothing but what another thread waits for: what
+/// they ask for is asked for by whoever asked last. PyTorch's threads for gradients are such, and without this a
+/// thread that runs out of memory would wait for them, and they for it. Only the first call counts.
+pub fn set_followers(is_follower: fn() -> bool) {
+    let _ = IS_FOLLOWER.set(is_follower);
+}
+
 #[cold]
 fn first_use() -> Owner {
+    if IS_FOLLOWER.get().is_some_and(|is_follower| is_follower()) {
+        CURRENT.set(Owner::FOLLOWER.0);
+        return Owner::FOLLOWER;
+    }
     let name = std::thread::current().name().map(str::to_owned);
     let owner = owners().open(Kind::Thread, name);
     // A thread that is ending has no cell any more: its number is then as good as any.
@@ -216,7 +232,8 @@ impl Owners {
     fn open(&mut self, kind: Kind, name: Option<String>) -> Owner {
         loop {
             self.last = self.last.wrapping_add(1);
-            if self.last != 0 && !self.all.contains_key(&self.last) {
+            let taken = [Owner::NOBODY.0, Owner::FOLLOWER.0].contains(&self.last);
+            if !taken && !self.all.contains_key(&self.last) {
                 self.all.insert(self.last, Known { kind, name });
                 return Owner(self.last);
             }

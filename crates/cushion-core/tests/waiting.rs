@@ -101,6 +101,32 @@ mod tests {
         assert_eq!(gpu.receipts()[1].took, Duration::from_secs(3));
     }
 
+    #[test]
+    fn a_thread_that_follows_asks_for_whoever_asked_last() {
+        cushion_core::set_followers(|| std::thread::current().name() == Some("gradients"));
+        let gpu = gpu(100, "");
+        let first = take(&gpu, 40 * MIB, S0);
+        // The thread stays, and is not waited for; nor does it wait for this one.
+        let gate = Barrier::new(2);
+        std::thread::scope(|scope| {
+            let gradients = std::thread::Builder::new().name("gradients".to_owned());
+            let follower = gradients.spawn_scoped(scope, || {
+                take(&gpu, 40 * MIB, S0);
+                full_now(gpu.alloc(40 * MIB, S0));
+                gate.wait();
+                gate.wait();
+            });
+            gate.wait();
+            full_now(gpu.alloc(40 * MIB, S0));
+            gate.wait();
+            follower.unwrap().join().unwrap();
+        });
+        for receipt in gpu.receipts() {
+            assert_eq!((receipt.took, receipt.holders.len()), (Duration::ZERO, 1));
+        }
+        gpu.free(first).unwrap();
+    }
+
     /// Five wait for one block each; they are served as memory comes, by this order.
     fn order_of_service(priorities: [i32; 5]) -> Vec<usize> {
         let gpu = real_gpu(100, &format!("{PATIENT},skip_rungs:borrow+cached"));
