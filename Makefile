@@ -25,9 +25,11 @@ test: ## format, lints, documentation, every test that needs no GPU (SEED=N for 
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --workspace --no-deps --features cushion/cudarc --locked --quiet
 	@sh scripts/setup-browser.sh
 	PROPTEST_RNG_SEED=$(SEED) $(CARGO) test --workspace --features cushion/cudarc --locked
-	@echo 'the example in Rust that needs no GPU:'
-	@said=$$($(CARGO) run --locked --quiet -p cushion --example buffers) && echo "$$said" \
-		&& test "$$(echo "$$said" | tail -n 1)" = ok
+	@echo 'the examples in Rust that need no GPU:'
+	@for example in buffers shortages; do \
+		said=$$($(CARGO) run --locked --quiet -p cushion --example $$example) && echo "$$said" \
+			&& test "$$(echo "$$said" | tail -n 1)" = ok || exit 1; \
+	done
 	@$(MAKE) --no-print-directory test-viz test-capi test-python test-wheel
 
 test-viz: ## converted snapshots in PyTorch's own tools (MEMORYVIZ_JS=PATH for its viewer too)

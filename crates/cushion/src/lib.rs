@@ -70,17 +70,25 @@ mod devices;
 mod driver;
 mod error;
 mod fork;
+mod receipts;
+mod shortage;
 mod stream;
 
 pub use buffer::Buffer;
 pub use clock::SystemClock;
 pub use cushion_core as core;
-pub use cushion_core::{Options, Policy, Stats, StreamId};
+pub use cushion_core::{
+    AllocError, CallbackId, Ended, Injection, InjectionError, Options, Outcome, Plea, Policy,
+    Receipt, Remedy, Rung, Shortage, Stats, StreamId, Task, Tried, Working, set_budget,
+    set_priority,
+};
 pub use cushion_cuda::{CudaDriver, CudaError, name as error_name};
 pub use device::{CacheStats, Device, DeviceBuilder};
 pub use devices::{DeviceEngine, DeviceError, Devices, HistoryPlan, MAX_DEVICES, devices};
 pub use driver::DeviceDriver;
 pub use error::Error;
+pub use receipts::{LostReceipts, write_receipts};
+pub use shortage::{BufferFuture, inject};
 pub use stream::{AsStream, Stream};
 
 #[cfg(feature = "cudarc")]
