@@ -155,7 +155,7 @@ pub(crate) struct ReportArgs {
     #[arg(long, value_enum, default_value_t = LadderArg::Torch)]
     pub(crate) ladder: LadderArg,
 
-    /// Receipts of a real run, one JSON object per line, to show beside the trace.
+    /// Receipts of a run, one JSON object per line, to show as well.
     #[arg(long, value_name = "FILE")]
     pub(crate) receipts: Option<PathBuf>,
 }

@@ -13,10 +13,12 @@ use crate::save::save;
 
 /// What would have made a request fit, in words; nothing if it was served.
 pub(crate) fn remedies(receipt: &Receipt) -> Vec<String> {
-    if receipt.outcome.is_survived() {
+    let shortage = &receipt.shortage;
+    // The figures may be from a file, and so anybody's: no device has that much.
+    if receipt.outcome.is_survived() || shortage.reserved.checked_add(shortage.size).is_none() {
         return Vec::new();
     }
-    receipt.shortage.remedies().iter().map(ToString::to_string).collect()
+    shortage.remedies().iter().map(ToString::to_string).collect()
 }
 
 /// The shortages of a run in a few lines, `what` before the first; none if there were none.

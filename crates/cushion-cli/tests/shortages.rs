@@ -1,4 +1,5 @@
-//! Shortages as `cushion replay` tells of them: the exit code, the words, the figures and the receipts.
+//! Shortages as `cushion replay` and `cushion report` tell of them: the exit code, the words, the figures and
+//! the receipts.
 
 #[cfg(test)]
 mod support;
@@ -9,7 +10,7 @@ mod tests {
 
     use serde_json::Value;
 
-    use super::support::{cushion, trace};
+    use super::support::{cushion, figures, page, receipt_lines, trace};
 
     /// A run that PyTorch did not finish, on the card it ran out of.
     fn capped(more: &[&str]) -> (Option<i32>, String, String) {
@@ -106,5 +107,92 @@ mod tests {
         let output = cushion(&["replay", &fits, "--receipts", &nowhere]);
         assert_eq!(output.status.code(), Some(2));
         assert!(String::from_utf8_lossy(&output.stderr).contains("no/such.jsonl"));
+    }
+
+    #[test]
+    fn the_report_has_a_row_for_each() {
+        let trace = trace("llama_varlen.capped24");
+        let page = page(&trace, &["--capacity", "24GiB", "--ladder", "graceful"]);
+        let shortages = &figures(&page)["shortages"];
+        assert_eq!(shortages.as_array().unwrap().len(), 2);
+        let segments = &shortages[0];
+        assert_eq!((&segments["name"], &segments["all"]), (&"segments".into(), &3.into()));
+        assert_eq!(
+            segments["told"],
+            "3 shortages, 2 survived (by cached 2), 1 refused, 0.0 ms lost"
+        );
+        let refused = &segments["rows"][2];
+        assert_eq!((&refused["number"], &refused["survived"]), (&3.into(), &false.into()));
+        assert_eq!(refused["remedies"][0], "fits with policy expandable");
+        assert_eq!(refused["groups"][0]["each"], 4_072_448_000_u64);
+        let cached = &segments["rows"][0]["rungs"][4];
+        assert_eq!((&cached["rung"], &cached["ended"]), (&"cached".into(), &"served".into()));
+        assert!(cached["won"].as_u64() > Some(0));
+        assert_eq!(shortages[1]["rows"][0]["outcome"], "survived by cached");
+        // Nothing fell short: there is nothing to show.
+        let fits = figures(&super::support::page(&trace, &[]));
+        assert_eq!(fits["shortages"], Value::Array(Vec::new()));
+    }
+
+    #[test]
+    fn the_report_shows_receipts_of_another_run() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("run.jsonl");
+        let file = path.display().to_string();
+        let fits = trace("graphs_serving");
+        let lines = receipt_lines();
+        // Many that were survived, one that was refused long before, and one cut short.
+        let half = &lines[0][..lines[0].len() / 2];
+        let text = [lines[2].as_str(), "\n", &(lines[0].clone() + "\n").repeat(300), half].concat();
+        fs::write(&path, &text).unwrap();
+        let shortages = &figures(&page(&fits, &["--receipts", &file]))["shortages"];
+        assert_eq!(shortages.as_array().unwrap().len(), 1);
+        let run = &shortages[0];
+        assert_eq!((&run["name"], &run["from_file"]), (&"run.jsonl".into(), &true.into()));
+        assert_eq!((&run["all"], &run["torn"]), (&301.into(), &1.into()));
+        let rows = run["rows"].as_array().unwrap();
+        assert_eq!(rows.len(), 50);
+        assert_eq!(rows[0]["outcome"], "refused", "what was refused is always among them");
+        // A file with none is no section, and is said.
+        fs::write(&path, "\n").unwrap();
+        let output = cushion(&["report", &fits, "--receipts", &file, "-o", "-"]);
+        assert_eq!(output.status.code(), Some(0));
+        assert!(String::from_utf8_lossy(&output.stderr).contains("run.jsonl: no receipts"));
+        // What is no receipt is bad input.
+        fs::write(&path, "{\"number\": \"one\"}\n").unwrap();
+        for file in [file.as_str(), "/no/such/file.jsonl"] {
+            let output = cushion(&["report", &fits, "--receipts", file, "-o", "-"]);
+            assert_eq!(output.status.code(), Some(2));
+            assert!(output.stdout.is_empty());
+            let talk = String::from_utf8_lossy(&output.stderr).into_owned();
+            assert!(talk.contains(file), "{talk}");
+            assert!(file.starts_with("/no") || talk.contains("line 1 is no receipt"), "{talk}");
+        }
+    }
+
+    #[test]
+    fn names_and_figures_in_receipts_are_data_and_bounded() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("evil.jsonl");
+        let evil = "</script><script>alert(1)</script>\u{2028}&amp;";
+        let mut line: Value = serde_json::from_str(&receipt_lines()[2]).unwrap();
+        line["who"] = format!("{evil}{}", "x".repeat(100_000)).into();
+        for key in ["requested", "size", "reserved", "allocated", "pending", "wanted"] {
+            line["shortage"][key] = u64::MAX.into();
+        }
+        line["took"] = 1e19.into();
+        let many = vec![line["shortage"]["tried"][0].clone(); 5000];
+        line["shortage"]["tried"] = many.into();
+        line["groups"] = vec![line["groups"][0].clone(); 5000].into();
+        fs::write(&path, (line.to_string() + "\n").repeat(100)).unwrap();
+        let file = path.display().to_string();
+        let plain = page(&trace("graphs_serving"), &[]);
+        let page = page(&trace("graphs_serving"), &["--receipts", &file]);
+        assert!(page.len() < plain.len() + (200 << 10), "{} bytes", page.len() - plain.len());
+        assert!(!page.contains("<script>alert"));
+        assert_eq!(page.matches("</script").count(), plain.matches("</script").count());
+        let row = &figures(&page)["shortages"][0]["rows"][0];
+        assert!(row["who"].as_str().unwrap().starts_with(evil));
+        assert_eq!(row["remedies"], Value::Array(Vec::new()));
     }
 }
