@@ -46,7 +46,7 @@
 //!
 //! use cushion::{Device, Error, Task, set_budget, set_priority};
 //!
-//! // Waits for a second in all, and may use 512 MiB of host memory for what is 16 MiB and larger.
+//! // A request waits a second at most; 512 MiB of host memory may serve those of 16 MiB and over.
 //! let gpu = Device::builder().conf("wait_ms:1000,spill_limit_mb:512")?.simulated(1 << 30);
 //! let stream = gpu.default_stream();
 //! set_budget(Some(Duration::from_millis(10))); // this thread's requests, from now on

@@ -135,6 +135,23 @@ mod tests {
         assert_eq!(gpu.receipts()[0].who, "task batch");
     }
 
+    /// What a thread allocates is its own, wherever it is dropped; unless it is a task's.
+    #[test]
+    fn what_is_handed_on_in_a_tasks_name_is_waited_for() {
+        let gpu = gpu();
+        let batch = Task::new("batch", 0);
+        let working = batch.enter();
+        let buffer = alloc(&gpu, 800).unwrap();
+        drop(working);
+        let worker = thread::spawn(move || {
+            let _working = batch.enter();
+            pause(30);
+            drop(buffer);
+        });
+        alloc(&gpu, 800).unwrap();
+        worker.join().unwrap();
+    }
+
     #[test]
     fn a_future_completes_when_another_thread_gives_memory_back() {
         let gpu = gpu();
