@@ -10,14 +10,19 @@ use std::hint::black_box;
 use std::time::Instant;
 
 use cushion_core::testing::churn::Churn;
-use cushion_core::{Engine, Policy, SimConfig, SimDriver, StreamId};
+use cushion_core::{Engine, EngineConfig, Ladder, Policy, SimConfig, SimDriver, StreamId};
 
 const RUNS: usize = 9;
 const PAIRS: u32 = 200_000;
 const STREAM: StreamId = StreamId(0);
 
 fn engine(policy: Policy) -> Engine<SimDriver> {
-    let engine = Engine::new(SimDriver::new(SimConfig::with_capacity(64 << 30)));
+    engine_with(policy, Ladder::Graceful)
+}
+
+fn engine_with(policy: Policy, ladder: Ladder) -> Engine<SimDriver> {
+    let driver = SimDriver::new(SimConfig::with_capacity(64 << 30));
+    let engine = Engine::with_config(driver, EngineConfig { ladder, ..EngineConfig::default() });
     engine.set_policy(policy);
     engine
 }
@@ -68,18 +73,79 @@ fn threads(policy: Policy, count: u32) -> f64 {
     })
 }
 
-fn main() {
-    println!("{:<24} {:>12} {:>12}", "ns per pair", "segments", "expandable");
-    type Row = (&'static str, fn(Policy) -> f64);
-    let rows: [Row; 5] = [
-        ("pair of 4 KiB", |policy| pair(policy, 4 << 10)),
-        ("pair of 4 MiB", |policy| pair(policy, 4 << 20)),
-        ("churn, 64 live", |policy| churn(policy, 64)),
-        ("churn, 4096 live", |policy| churn(policy, 4096)),
-        ("4 threads, one stream", |policy| threads(policy, 4)),
-    ];
+/// How long the ladder `graceful` takes over `torch`, which only matters when memory runs out: pairs of turns of
+/// a few milliseconds each, one after the other, so that the machine's moods meet both alike.
+fn over_torch(mut run: [impl FnMut(); 2]) -> f64 {
+    const TURNS: usize = 400;
+    let mut ratios: Vec<f64> = (0..TURNS)
+        .map(|turn| {
+            let mut times = [0.0; 2];
+            for index in [turn % 2, 1 - turn % 2] {
+                let start = Instant::now();
+                run[index]();
+                times[index] = start.elapsed().as_secs_f64();
+            }
+            times[1] / times[0]
+        })
+        .collect();
+    ratios.sort_by(f64::total_cmp);
+    ratios[TURNS / 2]
+}
+
+const TURN: u32 = 10_000;
+const LADDERS: [Ladder; 2] = [Ladder::Torch, Ladder::Graceful];
+
+fn pair_over_torch(policy: Policy, bytes: u64) -> f64 {
+    let engines = LADDERS.map(|ladder| engine_with(policy, ladder));
+    over_torch(engines.each_ref().map(|engine| {
+        move || {
+            for _ in 0..TURN {
+                let address = engine.alloc(black_box(bytes), STREAM).expect("memory");
+                engine.free(address).expect("a live address");
+            }
+        }
+    }))
+}
+
+fn churn_over_torch(policy: Policy, live: usize) -> f64 {
+    let engines = LADDERS.map(|ladder| engine_with(policy, ladder));
+    over_torch(engines.each_ref().map(|engine| {
+        let mut churn = Churn::new(engine, live);
+        move || (0..TURN).for_each(|_| churn.pair())
+    }))
+}
+
+type Row = (&'static str, fn(Policy) -> f64);
+
+fn table(title: &str, digits: usize, rows: &[Row]) {
+    println!("{title:<24} {:>12} {:>12}", "segments", "expandable");
     for (name, row) in rows {
         let [segments, expandable] = Policy::ALL.map(row);
-        println!("{name:<24} {segments:>12.1} {expandable:>12.1}");
+        println!("{name:<24} {segments:>12.digits$} {expandable:>12.digits$}");
     }
+}
+
+fn main() {
+    table(
+        "ns per pair",
+        1,
+        &[
+            ("pair of 4 KiB", |policy| pair(policy, 4 << 10)),
+            ("pair of 4 MiB", |policy| pair(policy, 4 << 20)),
+            ("churn, 64 live", |policy| churn(policy, 64)),
+            ("churn, 4096 live", |policy| churn(policy, 4096)),
+            ("4 threads, one stream", |policy| threads(policy, 4)),
+        ],
+    );
+    println!();
+    table(
+        "graceful / torch",
+        3,
+        &[
+            ("pair of 4 KiB", |policy| pair_over_torch(policy, 4 << 10)),
+            ("pair of 4 MiB", |policy| pair_over_torch(policy, 4 << 20)),
+            ("churn, 64 live", |policy| churn_over_torch(policy, 64)),
+            ("churn, 4096 live", |policy| churn_over_torch(policy, 4096)),
+        ],
+    );
 }

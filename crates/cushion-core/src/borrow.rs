@@ -2,13 +2,24 @@
 //!
 //! A block that is borrowed stays in its own pool and on its own stream; that another stream uses it is
 //! noted, as for any block, so that its free waits for that stream. It may be borrowed only if nobody is
-//! still at work on it.
+//! still at work on it. Whole blocks come first: a piece cut out of one would keep the rest from the driver,
+//! which could lay it out anew for everybody.
 
+use crate::block::BlockId;
 use crate::driver::{Driver, DriverResult, StreamId};
 use crate::history::Context;
 use crate::locked::{Found, Locked};
 use crate::policy::{Policy, Request};
 use crate::pool::{PoolId, PoolIndex, PoolTable};
+
+/// How much of a block may be borrowed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Lend {
+    /// All of it, or nothing.
+    Whole,
+    /// A piece, too.
+    Pieces,
+}
 
 impl<D: Driver> Locked<'_, D> {
     /// Serves a request of the default pool from the private pools that may help it out.
@@ -36,7 +47,7 @@ impl<D: Driver> Locked<'_, D> {
     pub(crate) fn borrow_from_streams(
         &mut self,
         request: &Request,
-        policy: Policy,
+        lend: Lend,
         context: Context,
     ) -> DriverResult<Option<u64>> {
         if self.state.pools[request.pool].id != PoolId::DEFAULT {
@@ -54,7 +65,7 @@ impl<D: Driver> Locked<'_, D> {
             lanes.extend(streams.filter(|&it| it != request.stream).map(|stream| (pool, stream)));
         }
         for (pool, stream) in lanes {
-            if let Some(address) = self.borrow_from(pool, stream, request, policy, context)? {
+            if let Some(address) = self.borrow_from(pool, stream, request, lend, context)? {
                 return Ok(Some(address));
             }
         }
@@ -66,14 +77,13 @@ impl<D: Driver> Locked<'_, D> {
         if self.state.pools[request.pool].id != PoolId::DEFAULT {
             return Ok(false);
         }
-        let policy = self.state.policy;
         for pool in [PoolTable::SMALL, PoolTable::LARGE] {
             let streams: Vec<_> =
                 self.state.pools[pool].lanes().map(|(stream, _)| stream).collect();
             for stream in streams {
                 let there = Request { pool, stream, ..*request };
                 if stream != request.stream
-                    && self.choose(&there, policy).is_some()
+                    && self.lendable(&there, Lend::Pieces).is_some()
                     && !self.is_idle(stream)?
                 {
                     return Ok(true);
@@ -83,16 +93,29 @@ impl<D: Driver> Locked<'_, D> {
         Ok(false)
     }
 
+    /// The block of a lane that may be borrowed for a request, if its stream is not at work.
+    fn lendable(&self, there: &Request, lend: Lend) -> Option<BlockId> {
+        let policy = self.state.policy;
+        let id = self.choose(there, policy)?;
+        let view = self.state.view(self.device);
+        let block = &view.blocks[id];
+        let small = self.state.pools[there.pool].small;
+        let is_whole =
+            block.size == there.size || !policy.rules().splits(view, block, there.size, small);
+        (is_whole || lend == Lend::Pieces).then_some(id)
+    }
+
     fn borrow_from(
         &mut self,
         pool: PoolIndex,
         stream: StreamId,
         request: &Request,
-        policy: Policy,
+        lend: Lend,
         context: Context,
     ) -> DriverResult<Option<u64>> {
+        let policy = self.state.policy;
         let there = Request { pool, stream, ..*request };
-        let Some(block) = self.choose(&there, policy) else { return Ok(None) };
+        let Some(block) = self.lendable(&there, lend) else { return Ok(None) };
         if stream != request.stream && !self.is_idle(stream)? {
             return Ok(None);
         }

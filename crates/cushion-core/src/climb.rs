@@ -10,6 +10,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use crate::backoff::Backoff;
+use crate::borrow::Lend;
 use crate::callbacks::{Called, Plea};
 use crate::clock::Bell;
 use crate::driver::{Driver, DriverError, DriverResult};
@@ -120,6 +121,11 @@ impl Climb {
 
     fn left(&self, now: Duration) -> Duration {
         self.deadline.saturating_sub(now)
+    }
+
+    /// Whether it went up from the bottom: one that had to queue has not.
+    fn has_climbed(&self) -> bool {
+        self.rungs.iter().any(|tried| tried.rung == Rung::Grow)
     }
 
     fn step(&self) -> Option<Step> {
@@ -331,6 +337,7 @@ impl<D: Driver> Engine<D> {
             Rung::Grow => self.grow(climb),
             Rung::Poll => visit(self.poll()),
             Rung::Borrow => visit(self.borrow(climb)),
+            Rung::Pieces => visit(self.borrow_pieces(climb)),
             Rung::Events => visit(self.wait_for_events(climb)),
             Rung::Oversize => self.give_back_oversize(climb),
             Rung::Cached => visit(self.give_back(climb)),
@@ -439,12 +446,21 @@ impl<D: Driver> Engine<D> {
                     let policy = engine.state.policy;
                     match engine.borrow_from_pools(&request, policy, context) {
                         None if !engine.is_recording() => {
-                            engine.borrow_from_streams(&request, policy, context)?
+                            engine.borrow_from_streams(&request, Lend::Whole, context)?
                         }
                         served => served,
                     }
                 }
             };
+            Ok(served.map_or(Visit::Left(Ended::Nothing), |address| Visit::Served(address, 0)))
+        })
+    }
+
+    fn borrow_pieces(&self, climb: &Climb) -> DriverResult<Visit> {
+        self.locked(|mut engine| {
+            let request = engine.request_of(climb);
+            let context = climb.asked.context;
+            let served = engine.borrow_from_streams(&request, Lend::Pieces, context)?;
             Ok(served.map_or(Visit::Left(Ended::Nothing), |address| Visit::Served(address, 0)))
         })
     }
@@ -495,8 +511,8 @@ impl<D: Driver> Engine<D> {
         }
     }
 
-    /// Gives back just enough, and everything where the driver still cannot serve the request. PyTorch gives
-    /// everything back at once.
+    /// Gives back what is cached, if that would be enough. PyTorch does so in any case, and waits for all
+    /// pending frees first.
     fn give_back(&self, climb: &Climb) -> DriverResult<Visit> {
         let context = climb.asked.context;
         if climb.ladder == Ladder::Torch {
@@ -505,23 +521,15 @@ impl<D: Driver> Engine<D> {
             let after = self.counters.reserved_bytes.current();
             return Ok(Visit::Won(before.saturating_sub(after)));
         }
-        let mut won = 0;
-        for all in [false, true] {
-            let _no_capture_begins = self.no_capture_begins();
-            let (leaving, unmapped) = self.locked(|mut engine| {
-                let request = engine.request_of(climb);
-                engine.give_back_enough(&request, all, context)
-            })?;
-            let released = self.release(leaving, context)?;
-            if unmapped + released == 0 {
-                break;
-            }
-            won += unmapped + released;
-            if !all && let Some(address) = self.then(climb, &[Then::Search, Then::AskAgain])? {
-                return Ok(Visit::Served(address, won));
-            }
+        let _no_capture_begins = self.no_capture_begins();
+        let (leaving, unmapped) = self.locked(|mut engine| {
+            let request = engine.request_of(climb);
+            engine.give_back_if_enough(&request, context)
+        })?;
+        match unmapped + self.release(leaving, context)? {
+            0 => Ok(Visit::Left(Ended::Nothing)),
+            won => Ok(Visit::Won(won)),
         }
-        Ok(if won > 0 { Visit::Won(won) } else { Visit::Left(Ended::Nothing) })
     }
 
     /// Asks the program's own callbacks, highest priority first, until the request could be served.
@@ -555,12 +563,17 @@ impl<D: Driver> Engine<D> {
         match called {
             Called::Nobody => Visit::Left(Ended::Nothing),
             Called::Panicked if won == 0 => Visit::Left(Ended::Failed),
-            Called::All | Called::Panicked => match self.give_back(climb) {
+            Called::All | Called::Panicked => {
                 // What was freed may lie where only the driver can lay it out anew.
-                Ok(Visit::Served(address, _)) => Visit::Served(address, won),
-                Ok(_) => Visit::Won(won),
-                Err(error) => Visit::Failed(error),
-            },
+                let served = self.then(climb, &[Then::Search]);
+                match served {
+                    Ok(Some(address)) => Visit::Served(address, won),
+                    Ok(None) => {
+                        self.give_back(climb).map_or_else(Visit::Failed, |_| Visit::Won(won))
+                    }
+                    Err(error) => Visit::Failed(error),
+                }
+            }
         }
     }
 
@@ -581,8 +594,11 @@ impl<D: Driver> Engine<D> {
             let mut sources = engine.sources(&climb.asker, &request, free);
             // One that gave way is let in when its time is up, rather than refused.
             let held_back = !left.is_zero() && engine.is_held_back(climb.asker.owner);
+            engine.state.queue.hold_back(climb.asker.ticket, held_back);
             sources.turn |= held_back;
-            if !held_back && engine.may_try(&climb.asker) || !sources.any() {
+            let urged = engine.state.queue.is_urged(climb.asker.ticket);
+            let in_turn = !held_back && engine.may_try(&climb.asker);
+            if in_turn || urged || !sources.any() {
                 if let Some(address) = engine.serve_free(climb) {
                     return (Visit::Served(address, 0), Bells::new());
                 }
@@ -593,8 +609,12 @@ impl<D: Driver> Engine<D> {
                     climb.seen = Some((engine.state.queue.changes(), free));
                     return (Visit::Again, bells);
                 }
-                let seen = (engine.state.queue.changes(), free);
-                if sources.any() && climb.seen.replace(seen) != Some(seen) {
+                let now = (engine.state.queue.changes(), free);
+                let before = climb.seen.replace(now);
+                // Before it joined the queue, nobody counted what changed.
+                let is_new =
+                    before.map_or(sources.any() || !climb.has_climbed(), |before| before != now);
+                if is_new {
                     return (Visit::Again, Bells::new());
                 }
                 engine.state.queue.tried(climb.asker.ticket);
@@ -644,7 +664,10 @@ impl<D: Driver> Engine<D> {
             self.end(climb, Outcome::Survived(by));
         } else {
             // The driver had more: a miss, and no shortage.
-            self.locked(|engine| engine.counters.misses.add(1));
+            self.locked(|engine| {
+                engine.counters.misses.add(1);
+                engine.state.queue.passed_over(climb.asker.ticket);
+            });
         }
         Ok(address)
     }
@@ -684,7 +707,7 @@ impl<D: Driver> Engine<D> {
         let (shortage, (groups, holders), bells) = self.locked(|mut engine| {
             if outcome.is_survived() {
                 engine.counters.misses.add(1);
-                engine.state.queue.served(&climb.asker);
+                engine.state.queue.passed_over(climb.asker.ticket);
             }
             let bells = engine.state.queue.leave(climb.asker.ticket);
             if outcome == Outcome::GiveWay {
@@ -754,8 +777,7 @@ impl<D: Driver> Locked<'_, D> {
         if climb.options.skip_rungs.contains(Rung::Borrow) {
             return Ok(None);
         }
-        let policy = self.state.policy;
-        self.borrow_from_streams(request, policy, climb.asked.context)
+        self.borrow_from_streams(request, Lend::Whole, climb.asked.context)
     }
 
     fn is_legal(&self, legal: Legal, asked: &Asked) -> DriverResult<bool> {
@@ -781,7 +803,9 @@ impl<D: Driver> Locked<'_, D> {
         self.counters.shortage_nanos.add(nanos);
         if outcome.is_survived() {
             self.counters.shortages_survived.add(1);
-        } else if !matches!(outcome, Outcome::GivenUp | Outcome::Driver) {
+        } else if matches!(outcome, Outcome::GivenUp | Outcome::Driver) {
+            self.counters.shortages_broken.add(1);
+        } else {
             self.counters.shortages_refused.add(1);
             self.counters.num_ooms.add(1);
             let place = (request.stream, request.pool);

@@ -286,6 +286,13 @@ impl<D: Driver> Engine<D> {
         Some((block.size, block.requested))
     }
 
+    /// Whether a live allocation is in host memory.
+    #[must_use]
+    pub fn is_spilled(&self, address: u64) -> bool {
+        let state = self.lock();
+        state.live.get(&address).is_some_and(|&id| state.blocks[id].pool == PoolTable::SPILL)
+    }
+
     /// The tag given to a live allocation.
     #[must_use]
     pub fn context_of(&self, address: u64) -> Option<Context> {

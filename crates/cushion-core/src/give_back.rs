@@ -306,36 +306,18 @@ impl<D: Driver> Locked<'_, D> {
         Ok(most > 0 && room.saturating_add(most) >= request.size)
     }
 
-    /// Gives back just enough for the driver to serve the request, or nothing if there is not enough: the
-    /// smallest piece that will do, or else the largest ones. Pages go at once; segments are returned.
-    /// With `all` everything goes.
-    pub(crate) fn give_back_enough(
+    /// Gives everything cached back, if the driver could serve the request then: that is when it can lay out
+    /// anew what lies in pieces. Pages go at once; segments are returned.
+    pub(crate) fn give_back_if_enough(
         &mut self,
         request: &Request,
-        all: bool,
         context: Context,
     ) -> DriverResult<(Vec<Leaving>, u64)> {
         let room = self.room()?;
-        let mut candidates = self.candidates()?;
+        let candidates = self.candidates()?;
         let most: u64 = candidates.iter().map(|&(bytes, _)| bytes).sum();
         if most == 0 || room.saturating_add(most) < request.size {
             return Ok((Vec::new(), 0));
-        }
-        let missing = request.wanted.saturating_sub(room);
-        candidates.sort_unstable();
-        if !all {
-            let one = candidates.partition_point(|&(bytes, _)| bytes < missing);
-            if one < candidates.len() {
-                candidates = vec![candidates[one]];
-            } else {
-                let mut sum = 0_u64;
-                candidates.reverse();
-                let until = candidates.iter().position(|&(bytes, _)| {
-                    sum += bytes;
-                    sum >= missing
-                });
-                candidates.truncate(until.map_or(candidates.len(), |last| last + 1));
-            }
         }
         // Pages first: what is detached must not be lost to a driver that fails.
         let before = self.reserved();

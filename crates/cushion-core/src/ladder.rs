@@ -59,7 +59,7 @@ pub enum Rung {
     Grow,
     /// Complete the frees that other streams are done with by now.
     Poll,
-    /// Use free memory of other pools and streams that nobody is at work on.
+    /// Use free blocks of other pools and streams that nobody is at work on, whole.
     Borrow,
     /// Wait for pending frees: for just enough of them.
     Events,
@@ -67,6 +67,9 @@ pub enum Rung {
     Oversize,
     /// Give back cached memory, so that the driver can lay it out anew.
     Cached,
+    /// Cut a piece out of free memory of other pools and streams, which keeps the rest of it from being given
+    /// back.
+    Pieces,
     /// Ask the program's own callbacks.
     Callbacks,
     /// Wait for other threads, and other processes, to give memory back.
@@ -77,7 +80,7 @@ pub enum Rung {
 
 impl Rung {
     /// Every rung.
-    pub const ALL: [Self; 10] = [
+    pub const ALL: [Self; 11] = [
         Self::Garbage,
         Self::Grow,
         Self::Poll,
@@ -85,6 +88,7 @@ impl Rung {
         Self::Events,
         Self::Oversize,
         Self::Cached,
+        Self::Pieces,
         Self::Callbacks,
         Self::Wait,
         Self::Spill,
@@ -101,6 +105,7 @@ impl Rung {
             Self::Events => "events",
             Self::Oversize => "oversize",
             Self::Cached => "cached",
+            Self::Pieces => "pieces",
             Self::Callbacks => "callbacks",
             Self::Wait => "wait",
             Self::Spill => "spill",
@@ -120,6 +125,7 @@ impl Rung {
             Self::Grow => "asked for more memory",
             Self::Poll => "completed the frees that other streams were done with",
             Self::Borrow => "searched the pools and streams that may help out",
+            Self::Pieces => "looked for pieces of other streams' memory",
             Self::Events => "waited for pending frees",
             Self::Oversize => "gave back oversized cached memory",
             Self::Cached => "gave back cached memory and asked again",
@@ -225,6 +231,7 @@ const GRACEFUL: &[Step] = &[
     step(Rung::Events, Legal::OutsidePools, &[Then::Search]),
     step(Rung::Oversize, Legal::OutsidePools, &[Then::Search, Then::Ask]),
     step(Rung::Cached, Legal::OutsidePools, &[Then::Search, Then::AskAgain]),
+    step(Rung::Pieces, Legal::OutsidePools, &[]),
     step(Rung::Callbacks, Legal::OutsidePools, &[Then::Search, Then::AskAgain]),
     step(Rung::Wait, Legal::OutsidePools, &[]),
     step(Rung::Spill, Legal::OutsidePools, &[]),

@@ -124,6 +124,9 @@ impl<D: Driver> Locked<'_, D> {
         let request = self.request(asked.bytes, asked.stream, asked.owner);
         let policy = self.state.policy;
         let Some(block) = self.search(&request, policy) else { return Ok(Attempt::Miss) };
+        if self.state.attention {
+            self.state.queue.passed_over(u64::MAX);
+        }
         let found = self.hit(block, policy);
         Ok(Attempt::Served(self.hand_out(found, &request, asked.context)))
     }
@@ -186,7 +189,6 @@ impl<D: Driver> Locked<'_, D> {
         if held_back || !self.may_try(&asker) {
             return Some(Attempt::Queue);
         }
-        self.state.queue.served(&asker);
         None
     }
 

@@ -554,7 +554,7 @@ pub static REGISTRY: &[OptionSpec] = &[
         unit: "rungs",
         default: "none",
         accepts: "names of rungs with `+` between them, such as `borrow+wait`, of `garbage`, `poll`, \
-                  `borrow`, `events`, `oversize`, `cached`, `callbacks`, `wait` and `spill`; or `none`",
+                  `borrow`, `events`, `oversize`, `cached`, `pieces`, `callbacks`, `wait` and `spill`; or `none`",
         meaning: "Rungs of the ladder that are left out when memory runs out.",
         worst_case: "requests are refused that a rung would have served.",
         resets: false,

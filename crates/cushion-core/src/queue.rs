@@ -55,6 +55,10 @@ struct Waiter {
     /// The count of changes when it last tried in vain.
     tried: Option<u64>,
     verdict: Option<Verdict>,
+    /// It gave way, and keeps nobody else waiting.
+    held_back: bool,
+    /// It is to try, whoever is ahead: it would be refused otherwise.
+    urged: bool,
 }
 
 impl Waiter {
@@ -104,7 +108,15 @@ impl Queue {
     pub(crate) fn join(&mut self, asker: Asker, bell: &Arc<Bell>) {
         self.waiting.entry(asker.ticket).or_insert_with(|| {
             let bell = Arc::clone(bell);
-            Waiter { asker, bell, passed: 0, tried: None, verdict: None }
+            Waiter {
+                asker,
+                bell,
+                passed: 0,
+                tried: None,
+                verdict: None,
+                held_back: false,
+                urged: false,
+            }
         });
     }
 
@@ -113,13 +125,10 @@ impl Queue {
         if self.waiting.remove(&ticket).is_some() { self.changed() } else { Vec::new() }
     }
 
-    /// The request was served: those who came before it were passed over.
-    pub(crate) fn served(&mut self, asker: &Asker) {
-        let rank = self.rank_of(asker);
-        for waiter in self.waiting.values_mut() {
-            if waiter.asker.ticket != asker.ticket && waiter.rank() < rank {
-                waiter.passed = waiter.passed.saturating_add(1);
-            }
+    /// A request was served: those who asked before it were passed over.
+    pub(crate) fn passed_over(&mut self, ticket: u64) {
+        for (_, waiter) in self.waiting.range_mut(..ticket) {
+            waiter.passed = waiter.passed.saturating_add(1);
         }
     }
 
@@ -129,6 +138,8 @@ impl Queue {
             return Vec::new();
         }
         self.changes += 1;
+        // What was decided and not yet heard may be otherwise now.
+        self.waiting.values_mut().for_each(|waiter| waiter.verdict = None);
         let mut order: Vec<_> = self.waiting.values().collect();
         order.sort_unstable_by_key(|waiter| waiter.rank());
         order.into_iter().take(WOKEN).map(|waiter| Arc::clone(&waiter.bell)).collect()
@@ -138,6 +149,19 @@ impl Queue {
     pub(crate) fn tried(&mut self, ticket: u64) {
         if let Some(waiter) = self.waiting.get_mut(&ticket) {
             waiter.tried = Some(self.changes);
+            waiter.urged = false;
+        }
+    }
+
+    /// Whether the request is to try, whoever is ahead.
+    pub(crate) fn is_urged(&self, ticket: u64) -> bool {
+        self.waiting.get(&ticket).is_some_and(|waiter| waiter.urged)
+    }
+
+    /// Whether the request is held back.
+    pub(crate) fn hold_back(&mut self, ticket: u64, held_back: bool) {
+        if let Some(waiter) = self.waiting.get_mut(&ticket) {
+            waiter.held_back = held_back;
         }
     }
 
@@ -151,6 +175,19 @@ impl Queue {
         let waiter = self.waiting.get_mut(&ticket)?;
         waiter.verdict = Some(verdict);
         Some(Arc::clone(&waiter.bell))
+    }
+
+    /// Refuses a request, if it has tried since the last change; if not, it is to try first.
+    fn refuse(&mut self, least: Option<u64>, verdict: Verdict) -> Standstill {
+        let changes = self.changes;
+        match least.and_then(|ticket| self.waiting.get_mut(&ticket)) {
+            None => Standstill::None,
+            Some(least) if least.tried != Some(changes) => {
+                least.urged = true;
+                Standstill::TryAgain(vec![Arc::clone(&least.bell)])
+            }
+            Some(least) => Standstill::Refuse(least.asker.ticket, verdict),
+        }
     }
 
     /// How many wait.
@@ -175,7 +212,8 @@ impl Queue {
         let (owner, ticket, blocks) = (asker.owner, asker.ticket, asker.blocks);
         self.undecided().filter(move |waiter| {
             let own_future = blocks && !waiter.asker.blocks && waiter.asker.owner == owner;
-            waiter.asker.ticket != ticket && waiter.rank() < rank && !own_future
+            let is_ahead = waiter.asker.ticket != ticket && waiter.rank() < rank;
+            is_ahead && !own_future && !waiter.held_back
         })
     }
 
@@ -330,10 +368,8 @@ impl<D: Driver> Locked<'_, D> {
             let least = queue
                 .undecided()
                 .min_by_key(|waiter| (waiter.asker.priority, Reverse(waiter.asker.ticket)));
-            return match least.filter(|_| in_vain) {
-                Some(least) => Standstill::Refuse(least.asker.ticket, Verdict::InVain),
-                None => Standstill::None,
-            };
+            let least = least.filter(|_| in_vain).map(|least| least.asker.ticket);
+            return queue.refuse(least, Verdict::InVain);
         }
         // Those kept back for one that starves may fit.
         let mut kept_back = false;
@@ -350,6 +386,7 @@ impl<D: Driver> Locked<'_, D> {
             let Asker { priority, owner, ticket, .. } = waiter.asker;
             (priority, Reverse(owner), Reverse(ticket))
         });
-        least.map_or(Standstill::None, |least| Standstill::Refuse(least.asker.ticket, verdict))
+        let least = least.map(|least| least.asker.ticket);
+        queue.refuse(least, verdict)
     }
 }

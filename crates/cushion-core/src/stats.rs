@@ -381,6 +381,8 @@ counters! {
         shortages_survived,
         /// Those of them that were refused.
         shortages_refused,
+        /// Those of them that the driver failed, or that were given up.
+        shortages_broken,
         /// The time lost by them, in nanoseconds.
         shortage_nanos,
         /// Allocations served from memory already held.

@@ -15,7 +15,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use crate::driver::{Call, FailWhen, Fault};
 use crate::{
     AddressError, AllocError, CheckedDriver, Engine, EngineConfig, Ladder, Policy, PoolError,
-    PoolId, SimConfig, SimDriver, StreamFilter, StreamId,
+    PoolId, SimClock, SimConfig, SimDriver, StreamFilter, StreamId,
 };
 
 /// The device the world simulates: small, so that memory runs out often.
@@ -100,10 +100,19 @@ pub enum Action {
     },
     Snapshot,
     ResetStats,
+    /// Makes allocations fail.
+    Inject {
+        rules: u8,
+    },
+    /// Prepares memory ahead.
+    Prefetch {
+        size: u64,
+        stream: u8,
+    },
 }
 
 /// Options that [`Action::Configure`] switches between.
-const CONFS: [&str; 7] = [
+const CONFS: [&str; 12] = [
     "expandable_segments:False",
     "expandable_segments:True",
     "max_split_size_mb:32",
@@ -111,7 +120,16 @@ const CONFS: [&str; 7] = [
     "roundup_power2_divisions:4",
     "graph_capture_record_stream_reuse:True",
     "max_split_size_mb:24,garbage_collection_threshold:0.3,expandable_segments:True",
+    "spill_limit_mb:96,spill_over_mb:1",
+    "spill_limit_mb:off",
+    "wait_ms:0",
+    "wait_ms:3000",
+    "skip_rungs:borrow+events",
 ];
+
+/// Failures that [`Action::Inject`] switches between.
+const INJECTIONS: [&str; 5] =
+    ["", "nth=3", "fraction=0.2,seed=5,at=borrow", "every=4,at=wait", "over=20MiB,nth=2,at=spill"];
 
 const STREAMS: u8 = 4;
 const POOLS: u8 = 3;
@@ -148,6 +166,7 @@ struct Life {
     address: u64,
     size: u64,
     requested: u64,
+    spilled: bool,
     stream: StreamId,
     /// Work on it: stream and number.
     work: Vec<(StreamId, u64)>,
@@ -161,7 +180,8 @@ impl World {
     pub fn new(policy: Policy, ladder: Ladder) -> Self {
         let sim = Arc::new(SimDriver::new(SimConfig::with_capacity(CAPACITY)));
         let checked = Arc::new(CheckedDriver::new(Arc::clone(&sim)));
-        let config = EngineConfig { ladder, ..EngineConfig::default() };
+        let clock = Arc::new(SimClock::new(Arc::clone(&sim)));
+        let config = EngineConfig { ladder, clock, ..EngineConfig::default() };
         let engine = Engine::with_config(Arc::clone(&checked), config);
         engine.set_policy(policy);
         engine.record_history(64);
@@ -283,6 +303,16 @@ impl World {
                 self.engine.reset_peak_stats();
                 self.engine.reset_accumulated_stats();
             }
+            Action::Inject { rules } => {
+                let rules = INJECTIONS[usize::from(rules) % INJECTIONS.len()];
+                self.engine.inject(Some(rules.parse().expect("rules that are valid")));
+            }
+            Action::Prefetch { size, stream } => {
+                let prefetched = self.engine.prefetch(size, stream_id(stream));
+                if let Err(AllocError::Driver(error)) = prefetched {
+                    self.may_fail(Some(error));
+                }
+            }
         }
         self.check();
     }
@@ -295,6 +325,7 @@ impl World {
     pub fn finish(mut self) {
         self.sim.clear_failures();
         self.failures_scripted = false;
+        self.engine.inject(None);
         self.step(&Action::EndCapture);
         for pool in self.open.clone() {
             self.end_pool(pool);
@@ -317,6 +348,7 @@ impl World {
         let stats = self.engine.stats();
         assert_eq!(stats.reserved_bytes.all.current, 0, "memory is left: {stats:#?}");
         assert_eq!(self.sim.held(), 0, "the device thinks memory is left");
+        assert_eq!(self.sim.held_host(), 0, "the host thinks memory is left");
     }
 
     fn alloc(&mut self, size: u64, stream: StreamId) {
@@ -333,6 +365,7 @@ impl World {
                     address,
                     size: block,
                     requested: size,
+                    spilled: self.engine.is_spilled(address),
                     stream,
                     work: Vec::new(),
                     captured: false,
@@ -478,11 +511,22 @@ impl World {
         }
         let stats = self.engine.stats();
         assert_eq!(stats.reserved_bytes.all.current, self.sim.held(), "reserved and held differ");
-        assert_eq!(stats.allocation.all.current, self.live.len() as u64);
-        let bytes: u64 = self.live.values().map(|life| life.size).sum();
+        let (spilled, on_device): (Vec<&Life>, Vec<&Life>) =
+            self.live.values().partition(|life| life.spilled);
+        assert_eq!(stats.allocation.all.current, on_device.len() as u64);
+        let bytes: u64 = on_device.iter().map(|life| life.size).sum();
         assert_eq!(stats.allocated_bytes.all.current, bytes);
-        let requested: u64 = self.live.values().map(|life| life.requested).sum();
+        let requested: u64 = on_device.iter().map(|life| life.requested).sum();
         assert!(stats.requested_bytes.all.current >= requested);
+        assert_eq!(stats.spilled_allocation.current, spilled.len() as u64);
+        assert_eq!(stats.spilled_bytes.current, self.sim.held_host(), "host memory astray");
+        assert!(stats.spilled_bytes.current >= spilled.iter().map(|life| life.size).sum());
+        assert_eq!(
+            stats.shortages,
+            stats.shortages_survived + stats.shortages_refused + stats.shortages_broken,
+            "a shortage without an end"
+        );
+        assert_eq!(self.engine.waiting(), 0, "somebody waits for ever");
         if !self.baked.is_empty() {
             let segments = self.engine.snapshot().segments;
             for &(start, end) in self.baked.values().flatten() {
@@ -507,7 +551,8 @@ impl World {
             assert_eq!(end, segment.address + segment.size);
         }
         assert_eq!(live, self.live.len());
-        let total: u64 = snapshot.segments.iter().map(|segment| segment.size).sum();
+        let on_device = snapshot.segments.iter().filter(|segment| !segment.spilled);
+        let total: u64 = on_device.map(|segment| segment.size).sum();
         assert!(total <= snapshot.reserved, "a page counted twice");
     }
 }

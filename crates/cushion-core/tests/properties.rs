@@ -55,6 +55,9 @@ mod tests {
             1 => addresses.prop_map(|address| Action::RecordUnknown { address }),
             1 => Just(Action::Snapshot),
             1 => Just(Action::ResetStats),
+            1 => any::<u8>().prop_map(|rules| Action::Inject { rules }),
+            1 => (sizes(), any::<u8>())
+                .prop_map(|(size, stream)| Action::Prefetch { size, stream }),
         ]
     }
 

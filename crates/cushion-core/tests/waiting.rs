@@ -1,0 +1,519 @@
+//! Waiting for memory: by threads and by futures, in order, without deadlock, and never with a lock held.
+
+mod common;
+
+#[cfg(test)]
+mod tests {
+    use std::future::Future;
+    use std::pin::{Pin, pin};
+    use std::sync::atomic::{AtomicU64, Ordering};
+    use std::sync::{Arc, Barrier, Condvar, Mutex, mpsc};
+    use std::task::{Context, Poll, Wake, Waker};
+    use std::time::{Duration, Instant};
+
+    use cushion_core::driver::{
+        Capture, DriverResult, EventId, MemoryInfo, NodeId, PageHandle, Properties,
+    };
+    use cushion_core::size::MIB;
+    use cushion_core::{
+        AllocError, Bell, Clock, Driver, Engine, EngineConfig, Options, Outcome, Rung, SimConfig,
+        SimDriver, StreamId, Task, VirtualClock, set_budget, set_priority,
+    };
+
+    use crate::common::*;
+
+    // ---- real threads on real time ----
+
+    #[derive(Debug)]
+    struct RealClock(Instant);
+
+    impl Clock for RealClock {
+        fn now(&self) -> Duration {
+            self.0.elapsed()
+        }
+
+        fn wait(&self, at_most: Duration, bell: &Bell) {
+            bell.wait_at_most(at_most);
+        }
+
+        fn wake_at(&self, _: Duration, _: Waker) {
+            unreachable!("no futures on real time here")
+        }
+    }
+
+    /// A minute is more than any of these takes, and an hour would hang a failing test.
+    const PATIENT: &str = "wait_ms:60000";
+
+    #[expect(clippy::disallowed_methods, reason = "a clock for tests")]
+    fn real_gpu(mib: u64, conf: &str) -> Gpu {
+        let sim = Arc::new(SimDriver::new(SimConfig::with_capacity(mib * MIB)));
+        let options = Options::parse(conf).unwrap().options;
+        let clock = Arc::new(RealClock(Instant::now()));
+        Engine::with_config(sim, EngineConfig { options, clock, ..EngineConfig::default() })
+    }
+
+    /// Lets other threads run until so many requests wait.
+    fn until_waiting(gpu: &Gpu, count: usize) {
+        while gpu.waiting() != count {
+            std::thread::yield_now();
+        }
+    }
+
+    #[test]
+    fn a_free_by_another_thread_serves() {
+        for conf in POLICIES {
+            let gpu = real_gpu(100, &format!("{PATIENT},{conf}"));
+            let held = take(&gpu, 80 * MIB, S0);
+            std::thread::scope(|scope| {
+                let waiter = scope.spawn(|| gpu.alloc(60 * MIB, S1));
+                until_waiting(&gpu, 1);
+                gpu.free(held).unwrap();
+                waiter.join().unwrap().unwrap();
+            });
+            assert_eq!((gpu.waiting(), gpu.stats().shortages_survived), (0, 1), "{conf}");
+            gpu.check_invariants().unwrap();
+        }
+    }
+
+    #[test]
+    fn what_a_thread_that_has_ended_held_is_not_waited_for() {
+        let gpu = gpu(100, "");
+        std::thread::scope(|scope| {
+            // Joined: a scope does not wait for the very end of its threads.
+            scope.spawn(|| take(&gpu, 80 * MIB, S0)).join().unwrap();
+        });
+        full_now(gpu.alloc(60 * MIB, S0));
+        assert_eq!(gpu.receipts()[0].took, Duration::ZERO, "refused at once");
+        // A thread that is there may still free: the whole budget, on virtual time.
+        let gate = Barrier::new(2);
+        let freed = gpu.snapshot().segments[0].address;
+        gpu.free(freed).unwrap();
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                take(&gpu, 80 * MIB, S0);
+                gate.wait();
+                gate.wait();
+            });
+            gate.wait();
+            full_now(gpu.alloc(60 * MIB, S0));
+            gate.wait();
+        });
+        assert_eq!(gpu.receipts()[1].took, Duration::from_secs(3));
+    }
+
+    /// Five wait for one block each; they are served as memory comes, by this order.
+    fn order_of_service(priorities: [i32; 5]) -> Vec<usize> {
+        let gpu = real_gpu(100, &format!("{PATIENT},skip_rungs:borrow+cached"));
+        let held: Vec<u64> = (0..5).map(|_| take(&gpu, 20 * MIB, S0)).collect();
+        let (sender, served) = mpsc::channel();
+        std::thread::scope(|scope| {
+            for (index, priority) in priorities.into_iter().enumerate() {
+                let (gpu, sender) = (&gpu, sender.clone());
+                scope.spawn(move || {
+                    set_priority(priority);
+                    let address = gpu.alloc(20 * MIB, S0).unwrap();
+                    sender.send(index).unwrap();
+                    address
+                });
+                until_waiting(gpu, index + 1);
+            }
+            held.iter()
+                .map(|&address| {
+                    gpu.free(address).unwrap();
+                    served.recv().unwrap()
+                })
+                .collect()
+        })
+    }
+
+    #[test]
+    fn first_come_first_served_within_a_priority() {
+        assert_eq!(order_of_service([0; 5]), [0, 1, 2, 3, 4]);
+        assert_eq!(order_of_service([0, 1, 0, 2, 1]), [3, 1, 4, 0, 2]);
+    }
+
+    #[test]
+    fn who_holds_nothing_queues_up_and_who_holds_memory_may_pass() {
+        let gpu = real_gpu(100, PATIENT);
+        let [large, small] = [60, 20].map(|mib| take(&gpu, mib * MIB, S0));
+        let passing = take(&gpu, MIB, S1);
+        gpu.free(passing).unwrap();
+        std::thread::scope(|scope| {
+            let first = scope.spawn(|| gpu.alloc(80 * MIB, S0));
+            until_waiting(&gpu, 1);
+            // It would find a free block, but somebody came first.
+            let second = scope.spawn(|| gpu.alloc(MIB, S1));
+            until_waiting(&gpu, 2);
+            // This thread holds what the first waits for: it must get on.
+            let passed = gpu.alloc(MIB, S1).unwrap();
+            assert_eq!((passed, gpu.waiting()), (passing, 2));
+            gpu.free(passed).unwrap();
+            for address in [large, small] {
+                gpu.free(address).unwrap();
+            }
+            first.join().unwrap().unwrap();
+            second.join().unwrap().unwrap();
+        });
+        gpu.check_invariants().unwrap();
+    }
+
+    #[test]
+    fn who_never_waits_does_not_queue() {
+        let gpu = real_gpu(100, PATIENT);
+        let held = take(&gpu, 90 * MIB, S0);
+        std::thread::scope(|scope| {
+            let waiter = scope.spawn(|| gpu.alloc(80 * MIB, S0));
+            until_waiting(&gpu, 1);
+            scope
+                .spawn(|| {
+                    set_budget(Some(Duration::ZERO));
+                    let address = gpu.alloc(MIB, S1).unwrap();
+                    full_now(gpu.alloc(80 * MIB, S1));
+                    gpu.free(address).unwrap();
+                })
+                .join()
+                .unwrap();
+            gpu.free(held).unwrap();
+            waiter.join().unwrap().unwrap();
+        });
+    }
+
+    // ---- tasks ----
+
+    #[test]
+    fn of_tasks_that_wait_for_each_other_the_least_valuable_gives_way() {
+        for (priorities, loser) in [([0, 0], 1), ([0, 1], 0), ([1, 0], 1)] {
+            let gpu = real_gpu(100, &format!("{PATIENT},skip_rungs:borrow"));
+            let tasks = [Task::new("first", priorities[0]), Task::new("second", priorities[1])];
+            let both_hold = Barrier::new(2);
+            let outcomes: Vec<bool> = std::thread::scope(|scope| {
+                let threads: Vec<_> = tasks
+                    .iter()
+                    .map(|task| {
+                        let (gpu, both_hold) = (&gpu, &both_hold);
+                        scope.spawn(move || {
+                            let _working = task.enter();
+                            let held = take(gpu, 40 * MIB, S0);
+                            both_hold.wait();
+                            let more = gpu.alloc(40 * MIB, S0);
+                            match &more {
+                                Err(AllocError::GiveWay(shortage)) => {
+                                    assert_eq!(shortage.requested, 40 * MIB);
+                                    // It begins again once the other is done.
+                                    gpu.free(held).unwrap();
+                                    let again = [(); 2].map(|()| take(gpu, 40 * MIB, S0));
+                                    again.iter().for_each(|&address| gpu.free(address).unwrap());
+                                }
+                                Err(other) => panic!("{other}"),
+                                Ok(address) => {
+                                    gpu.free(*address).unwrap();
+                                    gpu.free(held).unwrap();
+                                }
+                            }
+                            more.is_err()
+                        })
+                    })
+                    .collect();
+                threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+            });
+            let expected: Vec<bool> = (0..2).map(|index| index == loser).collect();
+            assert_eq!(outcomes, expected, "{priorities:?}");
+            let gave_way = gpu.receipts().iter().filter(|r| r.outcome == Outcome::GiveWay).count();
+            assert_eq!(gave_way, 1);
+            gpu.check_invariants().unwrap();
+        }
+    }
+
+    #[test]
+    fn a_task_that_alone_holds_memory_is_told_to_split() {
+        for conf in POLICIES {
+            let gpu = gpu(100, &format!("wait_ms:60000,{conf}"));
+            let task = Task::new("alone", 0);
+            let _working = task.enter();
+            take(&gpu, 60 * MIB, S0);
+            let error = gpu.alloc(60 * MIB, S0).unwrap_err();
+            assert!(matches!(error, AllocError::Split(_)), "{error}");
+            assert_eq!(gpu.receipts()[0].took, Duration::ZERO, "at once");
+            (0..2).for_each(|_| _ = take(&gpu, 20 * MIB, S0));
+        }
+    }
+
+    #[test]
+    fn a_task_stands_still_only_when_all_its_threads_do() {
+        let gpu = real_gpu(100, PATIENT);
+        let task = Task::new("two threads", 0);
+        let held = {
+            let _working = task.enter();
+            take(&gpu, 80 * MIB, S0)
+        };
+        let _working = task.enter();
+        std::thread::scope(|scope| {
+            let waiter = scope.spawn(|| {
+                let _working = task.enter();
+                gpu.alloc(60 * MIB, S0)
+            });
+            until_waiting(&gpu, 1);
+            gpu.free(held).unwrap();
+            waiter.join().unwrap().unwrap();
+        });
+    }
+
+    // ---- callbacks and locks ----
+
+    #[test]
+    fn other_threads_go_on_while_a_callback_runs() {
+        let gpu = Arc::new(real_gpu(100, "wait_ms:0"));
+        take(&gpu, 90 * MIB, S0);
+        let running = Arc::new(AtomicU64::new(0));
+        let (engine, count) = (Arc::downgrade(&gpu), Arc::clone(&running));
+        gpu.on_shortage(0, move |_| {
+            assert_eq!(count.fetch_add(1, Ordering::SeqCst), 0, "re-entered");
+            let engine = engine.upgrade().unwrap();
+            std::thread::scope(|scope| {
+                scope.spawn(|| {
+                    let address = engine.alloc(MIB, S1).unwrap();
+                    engine.free(address).unwrap();
+                    // Short of memory itself, it does not come here a second time.
+                    full_now(engine.alloc(50 * MIB, S1));
+                });
+            });
+            count.fetch_sub(1, Ordering::SeqCst);
+        });
+        full_now(gpu.alloc(50 * MIB, S0));
+        assert_eq!(running.load(Ordering::SeqCst), 0);
+    }
+
+    /// A driver whose plain frees wait until they are let go, as one that waits for the device.
+    #[derive(Debug)]
+    struct SlowToFree {
+        sim: SimDriver,
+        gate: Mutex<(bool, bool)>,
+        changed: Condvar,
+    }
+
+    macro_rules! forward {
+        ($($name:ident($($argument:ident: $type:ty),*) -> $result:ty;)*) => {
+            impl Driver for SlowToFree {
+                $(fn $name(&self, $($argument: $type),*) -> $result {
+                    if stringify!($name) == "free" {
+                        let mut gate = self.gate.lock().unwrap();
+                        gate.0 = true;
+                        self.changed.notify_all();
+                        drop(self.changed.wait_while(gate, |gate| !gate.1).unwrap());
+                    }
+                    self.sim.$name($($argument),*)
+                })*
+            }
+        };
+    }
+
+    cushion_core::driver_methods!(forward);
+
+    #[test]
+    fn other_threads_go_on_while_the_driver_waits_for_the_device() {
+        let driver = SlowToFree {
+            sim: SimDriver::new(SimConfig::with_capacity(100 * MIB)),
+            gate: Mutex::default(),
+            changed: Condvar::new(),
+        };
+        let gpu = Engine::new(driver);
+        let cached = gpu.alloc(90 * MIB, S0).unwrap();
+        gpu.free(cached).unwrap();
+        std::thread::scope(|scope| {
+            let slow = scope.spawn(|| gpu.empty_cache());
+            let gate = &gpu.driver().gate;
+            drop(gpu.driver().changed.wait_while(gate.lock().unwrap(), |it| !it.0).unwrap());
+            let address = gpu.alloc(MIB, S0).unwrap();
+            assert_eq!(gpu.stats().reserved_bytes.all.current, 2 * MIB);
+            assert!(gpu.holds(address));
+            gpu.check_invariants().unwrap();
+            gate.lock().unwrap().1 = true;
+            gpu.driver().changed.notify_all();
+            slow.join().unwrap().unwrap();
+        });
+        assert_eq!(gpu.driver().sim.held(), 2 * MIB);
+    }
+
+    // ---- futures on virtual time ----
+
+    #[derive(Default)]
+    struct Woken(AtomicU64);
+
+    impl Wake for Woken {
+        fn wake(self: Arc<Self>) {
+            self.0.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    struct World {
+        gpu: Gpu,
+        clock: Arc<VirtualClock>,
+        woken: Arc<Woken>,
+    }
+
+    impl World {
+        fn new(mib: u64, conf: &str) -> Self {
+            let sim = Arc::new(SimDriver::new(SimConfig::with_capacity(mib * MIB)));
+            let options = Options::parse(conf).unwrap().options;
+            let clock = Arc::new(VirtualClock::new());
+            let config = EngineConfig { options, clock: clock.clone(), ..EngineConfig::default() };
+            Self { gpu: Engine::with_config(sim, config), clock, woken: Arc::default() }
+        }
+
+        fn poll<F: Future>(&self, future: Pin<&mut F>) -> Poll<F::Output> {
+            let waker = Waker::from(Arc::clone(&self.woken));
+            future.poll(&mut Context::from_waker(&waker))
+        }
+
+        fn wakes(&self) -> u64 {
+            self.woken.0.swap(0, Ordering::Relaxed)
+        }
+    }
+
+    fn ready(poll: Poll<Result<u64, AllocError>>) -> u64 {
+        match poll {
+            Poll::Ready(result) => result.unwrap(),
+            Poll::Pending => panic!("it waits"),
+        }
+    }
+
+    #[test]
+    fn futures_complete_in_the_order_of_asking() {
+        let world = World::new(100, "");
+        let gpu = &world.gpu;
+        let held: Vec<u64> = (0..5).map(|_| take(gpu, 20 * MIB, S0)).collect();
+        let mut large = pin!(gpu.alloc_async(40 * MIB, S0));
+        let mut small = pin!(gpu.alloc_async(20 * MIB, S0));
+        assert!(world.poll(large.as_mut()).is_pending());
+        assert!(world.poll(small.as_mut()).is_pending());
+        world.wakes();
+        gpu.free(held[0]).unwrap();
+        assert!(world.wakes() >= 1, "at once, not at the next look");
+        assert!(world.poll(small.as_mut()).is_pending(), "it would fit, but came later");
+        assert!(world.poll(large.as_mut()).is_pending());
+        gpu.free(held[1]).unwrap();
+        assert!(world.poll(small.as_mut()).is_pending());
+        let first = ready(world.poll(large.as_mut()));
+        assert!(world.poll(small.as_mut()).is_pending());
+        gpu.free(held[2]).unwrap();
+        let second = ready(world.poll(small.as_mut()));
+        assert_eq!(gpu.waiting(), 0);
+        for address in [first, second, held[3], held[4]] {
+            gpu.free(address).unwrap();
+        }
+        gpu.check_invariants().unwrap();
+    }
+
+    #[test]
+    fn a_future_that_is_dropped_gives_its_place_back() {
+        let world = World::new(100, "");
+        let gpu = &world.gpu;
+        let held = take(gpu, 80 * MIB, S0);
+        let mut second = pin!(gpu.alloc_async(20 * MIB + 1, S0));
+        {
+            let mut first = pin!(gpu.alloc_async(100 * MIB, S0));
+            assert!(world.poll(first.as_mut()).is_pending());
+            assert!(world.poll(second.as_mut()).is_pending());
+            assert_eq!(gpu.waiting(), 2);
+            world.wakes();
+        }
+        assert_eq!((gpu.waiting(), world.wakes() > 0), (1, true), "the next one is woken");
+        assert_eq!(gpu.receipts()[0].outcome, Outcome::GivenUp);
+        gpu.free(held).unwrap();
+        let address = ready(world.poll(second.as_mut()));
+        gpu.free(address).unwrap();
+        // One that was never polled, or is done, has nothing to give back.
+        drop(gpu.alloc_async(MIB, S0));
+        assert_eq!(ready(world.poll(pin!(gpu.alloc_async(0, S0)))), 0);
+        gpu.check_invariants().unwrap();
+        assert_eq!(gpu.stats().allocation.all.current, 0);
+    }
+
+    #[test]
+    fn a_future_keeps_its_budget_by_alarms() {
+        let world = World::new(100, "");
+        let gpu = &world.gpu;
+        take(gpu, 80 * MIB, S0);
+        let mut future = pin!(gpu.alloc_async(60 * MIB, S0));
+        let mut polls = 0;
+        let refused = loop {
+            polls += 1;
+            match world.poll(future.as_mut()) {
+                Poll::Ready(result) => break result,
+                Poll::Pending => {
+                    let next = world.clock.next_alarm().expect("an alarm");
+                    world.clock.advance(next - world.clock.now());
+                    assert!(world.wakes() > 0);
+                }
+            }
+        };
+        full_now(refused);
+        assert_eq!(world.clock.now(), Duration::from_secs(3));
+        assert!(polls < 100, "{polls} polls: the pauses grow");
+        assert_eq!(gpu.waiting(), 0);
+    }
+
+    #[test]
+    fn a_request_climbs_only_so_often() {
+        let world = World::new(100, "max_tries:3");
+        let gpu = &world.gpu;
+        take(gpu, 50 * MIB, S0);
+        let pieces: Vec<u64> = (0..20).map(|_| take(gpu, MIB, S1)).collect();
+        let mut future = pin!(gpu.alloc_async(80 * MIB, S0));
+        let mut polls = 0;
+        for piece in pieces {
+            polls += 1;
+            if let Poll::Ready(result) = world.poll(future.as_mut()) {
+                let shortage = full_now(result);
+                let wait = shortage.tried.iter().find(|tried| tried.rung == Rung::Wait).unwrap();
+                assert_eq!(wait.ended, cushion_core::Ended::TimeIsUp);
+                break;
+            }
+            gpu.free(piece).unwrap();
+        }
+        assert!((3..8).contains(&polls), "{polls}");
+        assert_eq!(gpu.waiting(), 0);
+    }
+
+    /// Somebody of low priority, while those of high priority come without end.
+    #[test]
+    fn nobody_is_passed_over_for_ever() {
+        let world = World::new(100, "skip_rungs:borrow+cached");
+        let gpu = &world.gpu;
+        let mut held: Vec<u64> = (0..5).map(|_| take(gpu, 20 * MIB, S0)).collect();
+        set_priority(0);
+        let mut low = pin!(gpu.alloc_async(20 * MIB, S0));
+        assert!(world.poll(low.as_mut()).is_pending());
+        set_priority(1);
+        let mut passed = 0;
+        let served = loop {
+            let mut high = Box::pin(gpu.alloc_async(20 * MIB, S0));
+            assert!(world.poll(high.as_mut()).is_pending());
+            gpu.free(held.remove(0)).unwrap();
+            if let Poll::Ready(result) = world.poll(low.as_mut()) {
+                break result.unwrap();
+            }
+            held.push(ready(world.poll(high.as_mut())));
+            passed += 1;
+            assert!(passed < 100, "starved");
+        };
+        set_priority(0);
+        gpu.free(served).unwrap();
+        assert_eq!(passed, 64);
+    }
+
+    #[test]
+    fn a_stream_of_its_own_is_no_reason_to_wait_for_ever() {
+        // A thread's own future does not keep the thread itself from memory.
+        let world = World::new(100, "");
+        let gpu = &world.gpu;
+        let held = take(gpu, 40 * MIB, S0);
+        let mut future = pin!(gpu.alloc_async(80 * MIB, S0));
+        assert!(world.poll(future.as_mut()).is_pending());
+        let blocking = gpu.alloc(20 * MIB, StreamId(9)).unwrap();
+        for address in [held, blocking] {
+            gpu.free(address).unwrap();
+        }
+        ready(world.poll(future.as_mut()));
+    }
+}
