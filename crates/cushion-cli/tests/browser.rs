@@ -218,10 +218,10 @@ fn hostile(browser: &str) {
     }
     write_snapshot(&path, &events);
     let whose = "<img src=x onerror='hacked = true'>";
-    let named = |line: String| line.replacen("thread 1 (main)", whose, 1) + "\n";
     let receipts = folder.path().join("<img src=x onerror=hacked=true>.jsonl");
-    fs::write(&receipts, receipt_lines().into_iter().map(named).collect::<String>())
-        .expect("written");
+    let (survived, refused) = receipt_lines();
+    let lines = [survived, refused].map(|line| line.replacen("thread 1 (main)", whose, 1));
+    fs::write(&receipts, lines.concat()).expect("written");
     let receipts = receipts.display().to_string();
     let page = page(&path.display().to_string(), &["--receipts", &receipts]);
     for width in [360, 1280] {

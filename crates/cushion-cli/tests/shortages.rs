@@ -68,12 +68,10 @@ mod tests {
     #[test]
     fn json_counts_them() {
         let (_, rows, _) = capped(&["--ladder", "graceful", "--json"]);
-        let figures: Vec<_> = json(&rows)
-            .iter()
-            .map(|row| ["shortages", "survived", "refused"].map(|key| row[key].as_u64().unwrap()))
-            .collect();
-        assert_eq!(figures, [[3, 2, 1], [1, 1, 0]]);
-        for row in json(&rows) {
+        for (row, refusals) in json(&rows).iter().zip([1, 0]) {
+            let count = |key: &str| row[key].as_u64().unwrap();
+            assert_eq!((count("refused"), count("survived") > 0), (refusals, true), "{row}");
+            assert_eq!(count("shortages"), count("survived") + count("refused"));
             assert!(row["milliseconds_lost"].as_f64().unwrap() >= 0.0);
             assert_eq!(row["spilled_peak_bytes"], 0);
         }
@@ -89,16 +87,18 @@ mod tests {
         assert!(table.contains("out of memory"));
         let text = fs::read_to_string(&path).unwrap();
         let lines = json(&text);
-        let told: Vec<_> = lines.iter().map(|line| line["policy"].as_str().unwrap()).collect();
-        assert_eq!(told, ["segments", "segments", "segments", "expandable"]);
+        let (segments, expandable): (Vec<_>, Vec<_>) =
+            lines.iter().partition(|line| line["policy"] == "segments");
+        assert!(segments.len() > 1 && expandable.iter().all(|line| line["policy"] == "expandable"));
         assert!(lines[0]["trace"].as_str().unwrap().ends_with("llama_varlen.capped24.pickle.gz"));
         assert_eq!(lines[0]["outcome"]["survived"], "cached");
         assert_eq!(lines[0]["remedies"], Value::Array(Vec::new()));
-        assert_eq!(lines[2]["outcome"], "full");
-        assert_eq!(lines[2]["remedies"][0], "fits with policy expandable");
+        let refused = segments[segments.len() - 1];
+        assert_eq!(refused["outcome"], "full");
+        assert_eq!(refused["remedies"][0], "fits with policy expandable");
         let read = cushion_trace::read_receipts(text.as_bytes()).unwrap();
-        assert_eq!((read.latest.len(), read.tally.survived(), read.tally.refused), (4, 3, 1));
-        assert_eq!(read.latest[2].shortage.requested, 4_072_448_000);
+        assert_eq!((read.latest.len(), read.tally.refused), (lines.len(), 1));
+        assert_eq!(read.latest[segments.len() - 1].shortage.requested, 4_072_448_000);
         // No shortage, no lines; and no place to write is an error.
         let fits = trace("stream_offload");
         assert_eq!(cushion(&["replay", &fits, "--receipts", &file]).status.code(), Some(0));
@@ -116,16 +116,18 @@ mod tests {
         let shortages = &figures(&page)["shortages"];
         assert_eq!(shortages.as_array().unwrap().len(), 2);
         let segments = &shortages[0];
-        assert_eq!((&segments["name"], &segments["all"]), (&"segments".into(), &3.into()));
-        assert_eq!(
-            segments["told"],
-            "3 shortages, 2 survived (by cached 2), 1 refused, 0.0 ms lost"
-        );
-        let refused = &segments["rows"][2];
-        assert_eq!((&refused["number"], &refused["survived"]), (&3.into(), &false.into()));
+        assert_eq!(segments["name"], "segments");
+        let rows = segments["rows"].as_array().unwrap();
+        assert_eq!(segments["all"], rows.len());
+        let told = segments["told"].as_str().unwrap();
+        assert!(told.starts_with(&format!("{} shortages, ", rows.len())), "{told}");
+        assert!(told.ends_with(", 1 refused, 0.0 ms lost"), "{told}");
+        let refused = &rows[rows.len() - 1];
+        assert_eq!((&refused["number"], &refused["survived"]), (&rows.len().into(), &false.into()));
         assert_eq!(refused["remedies"][0], "fits with policy expandable");
         assert_eq!(refused["groups"][0]["each"], 4_072_448_000_u64);
-        let cached = &segments["rows"][0]["rungs"][4];
+        let rungs = rows[0]["rungs"].as_array().unwrap();
+        let cached = &rungs[rungs.len() - 1];
         assert_eq!((&cached["rung"], &cached["ended"]), (&"cached".into(), &"served".into()));
         assert!(cached["won"].as_u64() > Some(0));
         assert_eq!(shortages[1]["rows"][0]["outcome"], "survived by cached");
@@ -140,10 +142,10 @@ mod tests {
         let path = folder.path().join("run.jsonl");
         let file = path.display().to_string();
         let fits = trace("graphs_serving");
-        let lines = receipt_lines();
+        let (survived, refused) = receipt_lines();
         // Many that were survived, one that was refused long before, and one cut short.
-        let half = &lines[0][..lines[0].len() / 2];
-        let text = [lines[2].as_str(), "\n", &(lines[0].clone() + "\n").repeat(300), half].concat();
+        let half = &survived[..survived.len() / 2];
+        let text = [refused.as_str(), &survived.repeat(300), half].concat();
         fs::write(&path, &text).unwrap();
         let shortages = &figures(&page(&fits, &["--receipts", &file]))["shortages"];
         assert_eq!(shortages.as_array().unwrap().len(), 1);
@@ -175,7 +177,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("evil.jsonl");
         let evil = "</script><script>alert(1)</script>\u{2028}&amp;";
-        let mut line: Value = serde_json::from_str(&receipt_lines()[2]).unwrap();
+        let mut line: Value = serde_json::from_str(&receipt_lines().1).unwrap();
         line["who"] = format!("{evil}{}", "x".repeat(100_000)).into();
         for key in ["requested", "size", "reserved", "allocated", "pending", "wanted"] {
             line["shortage"][key] = u64::MAX.into();
