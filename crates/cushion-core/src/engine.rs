@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, Tr
 use rustc_hash::FxHashMap;
 
 use crate::block::{BlockId, BlockState, BlockTable};
-use crate::callbacks::{CallbackId, Callbacks, Plea};
+use crate::callbacks::Callbacks;
 use crate::check::Violation;
 use crate::climb::Waited;
 use crate::clock::{Bell, Clock, VirtualClock};
@@ -13,7 +13,6 @@ use crate::driver::{Driver, DriverError, Properties, StreamId};
 use crate::error::{AddressError, AllocError, FractionError, PoolError};
 use crate::future::AllocFuture;
 use crate::history::{Action, Context, Entry, History};
-use crate::inject::Injection;
 use crate::ladder::Ladder;
 use crate::locked::{Asked, Attempt, Locked, State};
 use crate::options::{NotOurs, Options, OptionsError};
@@ -24,7 +23,7 @@ use crate::policy::Policy;
 use crate::pool::{PoolId, PoolTable};
 use crate::private::StreamFilter;
 use crate::queue::Queue;
-use crate::receipt::{Receipt, Receipts};
+use crate::receipt::Receipts;
 use crate::restore::{HeldSegment, RestoreError};
 use crate::segment::SegmentTable;
 use crate::snapshot::Snapshot;
@@ -152,7 +151,7 @@ impl<D: Driver> Engine<D> {
 
     /// The lock. It is kept for less time than it takes to put a thread to sleep and to wake it, unless
     /// the driver is being asked: so look again for a moment before waiting.
-    fn lock(&self) -> MutexGuard<'_, State> {
+    pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
         const LOOKS: u32 = 60;
         const PAUSES: u32 = 10;
         for _ in 0..LOOKS {
@@ -173,7 +172,7 @@ impl<D: Driver> Engine<D> {
     /// Changes something that may help those who wait for memory, and wakes them.
     fn changing<T>(&self, f: impl FnOnce(Locked<'_, D>) -> T) -> T {
         let result = self.locked(f);
-        ring(self.lock().queue.changed());
+        self.wake();
         result
     }
 
@@ -269,8 +268,7 @@ impl<D: Driver> Engine<D> {
     /// Something was given back: wakes those who wait for it.
     #[cold]
     fn wake(&self) {
-        let bells = self.lock().queue.changed();
-        ring(bells);
+        ring(self.locked(|engine| engine.state.queue.changed()));
     }
 
     /// Notes that work on `stream` uses the allocation at `address`.
@@ -510,65 +508,6 @@ impl<D: Driver> Engine<D> {
     /// Limits this engine to so many bytes.
     pub fn set_memory_limit(&self, limit: Option<u64>) {
         self.changing(|engine| engine.state.limit = limit);
-    }
-
-    // ---- shortages ----
-
-    /// Calls `callback` when memory runs out, those of higher priority first. It may free, and even
-    /// allocate; it is never called with a lock held, and never re-entered.
-    pub fn on_shortage(
-        &self,
-        priority: i32,
-        callback: impl Fn(&Plea) + Send + Sync + 'static,
-    ) -> CallbackId {
-        self.callbacks.add(priority, Box::new(callback))
-    }
-
-    /// Takes a callback away; false if it is gone already. One that runs now runs on.
-    pub fn remove_callback(&self, callback: CallbackId) -> bool {
-        self.callbacks.remove(callback)
-    }
-
-    /// The latest shortages, oldest first.
-    #[must_use]
-    pub fn receipts(&self) -> Vec<Arc<Receipt>> {
-        self.receipts.read()
-    }
-
-    /// The receipt of this number, if it is still kept.
-    #[must_use]
-    pub fn receipt(&self, number: u64) -> Option<Arc<Receipt>> {
-        self.receipts.read().into_iter().find(|receipt| receipt.number == number)
-    }
-
-    /// Keeps so many receipts; 256 to begin with.
-    pub fn keep_receipts(&self, count: usize) {
-        self.receipts.keep(count);
-    }
-
-    /// Calls `listener` with every receipt from now on, on the thread that was short of memory.
-    pub fn on_receipt(&self, listener: impl Fn(&Receipt) + Send + Sync + 'static) {
-        self.receipts.listen(Arc::new(listener));
-    }
-
-    /// Makes allocations fail from now on, to test how a program takes it; `None` ends that. Calls of the
-    /// driver are made to fail by [`Injection::driver_faults`].
-    pub fn inject(&self, injection: Option<Injection>) {
-        let mut state = self.lock();
-        state.injection = injection.filter(Injection::fails_allocations);
-        state.pay_attention();
-    }
-
-    /// How many requests wait for memory now.
-    #[must_use]
-    pub fn waiting(&self) -> usize {
-        self.lock().queue.len()
-    }
-
-    /// How long requests have waited so far, on all engines that share this.
-    #[must_use]
-    pub fn waited(&self) -> &Waited {
-        &self.waited
     }
 
     /// The fraction of the device that this engine may hold.

@@ -52,6 +52,7 @@ mod queue;
 mod receipt;
 mod restore;
 mod segment;
+mod shortages;
 mod snapshot;
 mod spill;
 mod stats;

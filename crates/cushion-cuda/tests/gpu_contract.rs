@@ -6,13 +6,17 @@
 mod support;
 
 use std::process::ExitCode;
+use std::sync::Arc;
+use std::task::Waker;
+use std::time::{Duration, Instant};
 
 use cushion_core::driver::PageHandle;
 use cushion_core::size::MIB;
 use cushion_core::testing::churn::Churn;
 use cushion_core::testing::contract;
 use cushion_core::{
-    CheckedDriver, Driver, Engine, EngineConfig, Options, Policy, Snapshot, StreamId,
+    Bell, CheckedDriver, Clock, Driver, Engine, EngineConfig, Options, Outcome, Policy, Rung,
+    Snapshot, StreamId,
 };
 use cushion_cuda::{CudaDriver, CudaError, device_count, driver_version, name};
 
@@ -47,7 +51,7 @@ fn main() -> ExitCode {
     let lib = Lib::open();
     assert_eq!(lib.cuCtxSetCurrent(0), 0);
 
-    let checks: [(&str, Check); 19] = [
+    let checks: [(&str, Check); 21] = [
         ("properties", |driver, _| contract::check_properties(driver)),
         ("plain memory", |driver, _| contract::check_plain_memory(driver)),
         ("pages", |driver, _| contract::check_pages(driver)),
@@ -84,6 +88,8 @@ fn main() -> ExitCode {
         ("a capture", capture),
         ("the engine, segments", |_, lib| engine_churns(lib, Policy::Segments)),
         ("the engine, expandable", |_, lib| engine_churns(lib, Policy::Expandable)),
+        ("a shortage survived, segments", |_, lib| engine_survives(lib, Policy::Segments)),
+        ("a shortage survived, expandable", |_, lib| engine_survives(lib, Policy::Expandable)),
         ("a destroyed stream", destroyed_stream),
     ];
     let mut failed = 0;
@@ -242,6 +248,80 @@ fn engine_churns(lib: &Lib, policy: Policy) {
     let refused = engine.alloc(2 * total, StreamId(0));
     assert!(refused.is_err(), "twice the device was given");
     free_everything(&engine);
+    assert_eq!(lib.cuStreamDestroy_v2(stream), 0);
+}
+
+/// Real time: the work of a device takes some.
+#[derive(Debug)]
+struct RealClock(Instant);
+
+impl Clock for RealClock {
+    fn now(&self) -> Duration {
+        self.0.elapsed()
+    }
+
+    fn wait(&self, at_most: Duration, bell: &Bell) {
+        bell.wait_at_most(at_most);
+    }
+
+    fn wake_at(&self, _: Duration, _: Waker) {
+        unreachable!("no futures here")
+    }
+}
+
+/// Memory runs out while other streams are at work on what was freed: just enough of it is waited for. What does not fit
+/// even then goes to host memory, if the device can use that.
+#[expect(clippy::disallowed_methods, reason = "a clock for a real device")]
+fn engine_survives(lib: &Lib, policy: Policy) {
+    let options = Options {
+        expandable_segments: policy == Policy::Expandable,
+        spill_limit: 4 * WORK,
+        ..Options::default()
+    };
+    let clock = Arc::new(RealClock(Instant::now()));
+    let config = EngineConfig { options, clock, ..EngineConfig::default() };
+    let engine = Engine::with_config(device(), config);
+    // Room for four blocks of either policy, which takes pages of 20 MiB.
+    engine.set_memory_limit(Some(280 * MIB));
+    let stream = in_context(lib, || lib.stream());
+    let blocks: Vec<u64> =
+        (0..4).map(|_| engine.alloc(WORK, StreamId(0)).expect("memory")).collect();
+    for &address in &blocks[..2] {
+        in_context(lib, || launch(lib, address, stream));
+        engine.record_stream(address, StreamId(stream)).expect("a live block");
+        engine.free(address).expect("a live block");
+    }
+    let again = engine.alloc(WORK, StreamId(0)).expect("memory that was waited for");
+    let by = engine.receipts().last().map(|receipt| receipt.outcome);
+    // A fast device may be done before the first look.
+    assert!(matches!(by, None | Some(Outcome::Survived(Rung::Poll | Rung::Events))), "{by:?}");
+    assert_eq!(again, blocks[0], "the oldest first");
+
+    let mut more = vec![again, engine.alloc(WORK, StreamId(0)).expect("memory")];
+    match engine.alloc(WORK, StreamId(0)) {
+        Ok(spilled) => {
+            assert!(engine.is_spilled(spilled));
+            let mut read = [0_u8; 4096];
+            in_context(lib, || {
+                let bytes = usize::try_from(WORK).expect("a size");
+                assert_eq!(lib.cuMemsetD8Async(spilled, 0x5a, bytes, 0), 0);
+                assert_eq!(lib.cuMemcpyDtoH_v2(read.as_mut_ptr(), spilled + 4096, read.len()), 0);
+            });
+            assert_eq!(read, [0x5a; 4096]);
+            more.push(spilled);
+        }
+        Err(error) => {
+            println!("gpu_contract: left out, as the device cannot use pages in host memory");
+            assert!(engine.driver().create_host(PAGE).is_err(), "{error}");
+        }
+    }
+    for address in more.into_iter().chain(blocks[2..].iter().copied()) {
+        engine.free(address).expect("a live block");
+    }
+    engine.empty_cache().expect("a working driver");
+    engine.check_invariants().expect("a consistent engine");
+    let stats = engine.stats();
+    assert_eq!((stats.reserved_bytes.all.current, stats.spilled_bytes.current), (0, 0));
     assert_eq!(lib.cuStreamDestroy_v2(stream), 0);
 }
 

@@ -1,0 +1,335 @@
+//! What each rung does.
+
+use std::time::Duration;
+
+use super::{Climb, Visit};
+use crate::borrow::Lend;
+use crate::callbacks::{Called, Plea};
+use crate::driver::{Driver, DriverResult};
+use crate::engine::{Engine, ring};
+use crate::error::Ended;
+use crate::ladder::{Ladder, Legal, Rung, Then};
+use crate::locked::{Asked, Found, Locked};
+use crate::owner;
+use crate::policy::{Policy, Request};
+use crate::pool::PoolId;
+use crate::queue::{Bells, Standstill};
+
+impl<D: Driver> Engine<D> {
+    pub(super) fn collect_garbage(&self, climb: &Climb) -> Visit {
+        let _no_capture_begins = self.no_capture_begins();
+        let leaving = self.locked(|mut engine| engine.detach_garbage());
+        match self.release(leaving, climb.asked.context) {
+            Ok(won) => Visit::Won(won),
+            Err(error) => Visit::Failed(error),
+        }
+    }
+
+    pub(super) fn grow(&self, climb: &mut Climb) -> Visit {
+        match self.locked(|mut engine| engine.serve_new(climb)) {
+            Ok(Some(address)) => Visit::Served(address, 0),
+            Ok(None) => {
+                climb.short = true;
+                let is_too_large = |wanted| wanted > self.device.total;
+                if is_too_large(self.locked(|engine| engine.request_of(climb).wanted)) {
+                    // Nothing on the device could help.
+                    climb.at = climb.rungs_before_spill();
+                }
+                Visit::Left(Ended::Nothing)
+            }
+            Err(error) => Visit::Failed(error),
+        }
+    }
+
+    /// Whether the request is for more than the device, or the limit on it, could ever give.
+    pub(super) fn never_fits(&self, climb: &Climb) -> bool {
+        self.locked(|engine| {
+            let request = engine.request_of(climb);
+            request.wanted > engine.state.limit.unwrap_or(u64::MAX).min(engine.device.total)
+        })
+    }
+
+    pub(super) fn poll(&self) -> DriverResult<Visit> {
+        let won = self.locked(|mut engine| engine.complete_frees())?;
+        Ok(Visit::Won(won))
+    }
+
+    pub(super) fn borrow(&self, climb: &Climb) -> DriverResult<Visit> {
+        let context = climb.asked.context;
+        self.locked(|mut engine| {
+            let request = engine.request_of(climb);
+            let served = match climb.ladder {
+                // PyTorch passes over pages here.
+                Ladder::Torch => engine.borrow_from_pools(&request, Policy::Segments, context),
+                Ladder::Graceful => {
+                    let policy = engine.state.policy;
+                    match engine.borrow_from_pools(&request, policy, context) {
+                        None if !engine.is_recording() => {
+                            engine.borrow_from_streams(&request, Lend::Whole, context)?
+                        }
+                        served => served,
+                    }
+                }
+            };
+            Ok(served.map_or(Visit::Left(Ended::Nothing), |address| Visit::Served(address, 0)))
+        })
+    }
+
+    pub(super) fn borrow_pieces(&self, climb: &Climb) -> DriverResult<Visit> {
+        self.locked(|mut engine| {
+            let request = engine.request_of(climb);
+            let context = climb.asked.context;
+            let served = engine.borrow_from_streams(&request, Lend::Pieces, context)?;
+            Ok(served.map_or(Visit::Left(Ended::Nothing), |address| Visit::Served(address, 0)))
+        })
+    }
+
+    /// Waits for just enough pending frees: until a free block serves the request, or giving memory back
+    /// would make room.
+    pub(super) fn wait_for_events(&self, climb: &mut Climb) -> DriverResult<Visit> {
+        let left = self.may_wait(climb);
+        self.locked(|mut engine| {
+            let won = engine.complete_frees()?;
+            if won > 0 {
+                climb.note(Rung::Events, Ended::TooLittle, won, Duration::ZERO);
+            }
+            if !engine.may_try(&climb.asker) {
+                return Ok(Visit::Left(Ended::Nothing));
+            }
+            if let Some(address) = engine.serve_free(climb) {
+                return Ok(Visit::Served(address, 0));
+            }
+            let request = engine.request_of(climb);
+            if let Some(address) = engine.borrow_if_allowed(climb, &request)? {
+                return Ok(Visit::Served(address, 0));
+            }
+            let helps = engine.pending_would_serve(&request)
+                || !engine.giving_back_helps(&request)? && engine.events_help(&request)?;
+            if !helps {
+                return Ok(Visit::Left(Ended::Nothing));
+            }
+            if left.is_zero() {
+                return Ok(Visit::Left(Ended::TimeIsUp));
+            }
+            engine.join(climb);
+            Ok(Visit::Stay(climb.backoff.pause().min(left)))
+        })
+    }
+
+    pub(super) fn give_back_oversize(&self, climb: &Climb) -> Visit {
+        let _no_capture_begins = self.no_capture_begins();
+        let (leaving, enough) = self.locked(|mut engine| {
+            let request = engine.request_of(climb);
+            engine.detach_oversize(&request)
+        });
+        match self.release(leaving, climb.asked.context) {
+            Ok(won) if enough => Visit::Won(won),
+            Ok(0) => Visit::Left(Ended::Nothing),
+            Ok(_) => Visit::Left(Ended::TooLittle),
+            Err(error) => Visit::Failed(error),
+        }
+    }
+
+    /// Gives back what is cached, if that would be enough. PyTorch does so in any case, and waits for all
+    /// pending frees first.
+    pub(super) fn give_back(&self, climb: &Climb) -> DriverResult<Visit> {
+        let context = climb.asked.context;
+        if climb.ladder == Ladder::Torch {
+            let before = self.counters.reserved_bytes.current();
+            self.give_back_cached(PoolId::DEFAULT, context)?;
+            let after = self.counters.reserved_bytes.current();
+            return Ok(Visit::Won(before.saturating_sub(after)));
+        }
+        let _no_capture_begins = self.no_capture_begins();
+        let (leaving, unmapped) = self.locked(|mut engine| {
+            let request = engine.request_of(climb);
+            engine.give_back_if_enough(&request, context)
+        })?;
+        match unmapped + self.release(leaving, context)? {
+            0 => Ok(Visit::Left(Ended::Nothing)),
+            won => Ok(Visit::Won(won)),
+        }
+    }
+
+    /// Asks the program's own callbacks, highest priority first, until the request could be served.
+    pub(super) fn ask_callbacks(&self, climb: &mut Climb) -> Visit {
+        if owner::is_in_callback() || climb.called == Some(0) {
+            return Visit::Left(Ended::Nothing);
+        }
+        let wanted = self.locked(|engine| engine.request_of(climb).wanted);
+        let held = || {
+            let (live, reserved) = (&self.counters.active_bytes, &self.counters.reserved_bytes);
+            live.current().saturating_add(reserved.current())
+        };
+        let before = held();
+        let plea = || {
+            let time_left = climb.left(self.clock.now());
+            Plea { device: self.device.device, bytes: wanted, time_left }
+        };
+        let enough = || {
+            self.locked(|mut engine| {
+                let request = engine.request_of(climb);
+                let policy = engine.state.policy;
+                engine.choose(&request, policy).is_some()
+                    || engine.giving_back_helps(&request).unwrap_or(false)
+            })
+        };
+        let called = self.callbacks.call(plea, enough);
+        let won = before.saturating_sub(held());
+        if called != Called::Nobody {
+            climb.called = Some(won);
+        }
+        match called {
+            Called::Nobody => Visit::Left(Ended::Nothing),
+            Called::Panicked if won == 0 => Visit::Left(Ended::Failed),
+            Called::All | Called::Panicked => {
+                // What was freed may lie where only the driver can lay it out anew.
+                let served = self.then(climb, &[Then::Search]);
+                match served {
+                    Ok(Some(address)) => Visit::Served(address, won),
+                    Ok(None) => {
+                        self.give_back(climb).map_or_else(Visit::Failed, |_| Visit::Won(won))
+                    }
+                    Err(error) => Visit::Failed(error),
+                }
+            }
+        }
+    }
+
+    /// Waits for its turn, for other threads and for other processes.
+    pub(super) fn wait_for_others(&self, climb: &mut Climb) -> Visit {
+        let left = self.may_wait(climb);
+        let free = self.driver.memory_info().ok().map(|info| info.free);
+        let (visit, bells) = self.locked(|mut engine| {
+            if let Some(verdict) = engine.state.queue.verdict(climb.asker.ticket) {
+                climb.verdict = Some(verdict);
+                return (Visit::Left(Ended::Nothing), Bells::new());
+            }
+            if let Err(error) = engine.process_events() {
+                return (Visit::Failed(error), Bells::new());
+            }
+            engine.join(climb);
+            let request = engine.request_of(climb);
+            let mut sources = engine.sources(&climb.asker, &request, free);
+            // One that gave way is let in when its time is up, rather than refused.
+            let held_back = !left.is_zero() && engine.is_held_back(climb.asker.owner);
+            engine.state.queue.hold_back(climb.asker.ticket, held_back);
+            sources.turn |= held_back;
+            let urged = engine.state.queue.is_urged(climb.asker.ticket);
+            let in_turn = !held_back && engine.may_try(&climb.asker);
+            if in_turn || urged || !sources.any() {
+                if let Some(address) = engine.serve_free(climb) {
+                    return (Visit::Served(address, 0), Bells::new());
+                }
+                let work_ended = std::mem::replace(&mut climb.awaits_work, sources.events);
+                if work_ended && !sources.events {
+                    // Memory that a stream was at work on can be borrowed, or given back, now.
+                    let bells = engine.state.queue.changed();
+                    climb.seen = Some((engine.state.queue.changes(), free));
+                    return (Visit::Again, bells);
+                }
+                let now = (engine.state.queue.changes(), free);
+                let before = climb.seen.replace(now);
+                // Before it joined the queue, nobody counted what changed.
+                let is_new =
+                    before.map_or(sources.any() || !climb.has_climbed(), |before| before != now);
+                if is_new {
+                    return (Visit::Again, Bells::new());
+                }
+                engine.state.queue.tried(climb.asker.ticket);
+                sources = engine.sources(&climb.asker, &request, free);
+                sources.turn |= held_back;
+            }
+            if left.is_zero() {
+                return (Visit::Left(Ended::TimeIsUp), Bells::new());
+            }
+            let stay = Visit::Stay(climb.backoff.pause().min(left));
+            match engine.standstill(sources) {
+                Standstill::Refuse(ticket, verdict) if ticket == climb.asker.ticket => {
+                    climb.verdict = Some(verdict);
+                    (Visit::Left(Ended::Nothing), Bells::new())
+                }
+                Standstill::Refuse(ticket, verdict) => {
+                    (stay, engine.state.queue.decide(ticket, verdict).into_iter().collect())
+                }
+                Standstill::TryAgain(bells) => (stay, bells),
+                Standstill::None if sources.any() => (stay, Bells::new()),
+                Standstill::None => (Visit::Left(Ended::Nothing), Bells::new()),
+            }
+        });
+        ring(bells);
+        visit
+    }
+
+    pub(super) fn spill(&self, climb: &Climb) -> DriverResult<Visit> {
+        self.locked(|mut engine| {
+            let request = engine.request_of(climb);
+            let served = engine.spill(&request, climb.asked.context)?;
+            Ok(served.map_or(Visit::Left(Ended::Nothing), |address| Visit::Served(address, 0)))
+        })
+    }
+
+    /// How long a request may still wait: what is left of its own budget, and of the process's.
+    pub(super) fn may_wait(&self, climb: &Climb) -> Duration {
+        let left = climb.left(self.clock.now());
+        let total = climb.options.wait_total_ms.map(Duration::from_millis);
+        total.map_or(left, |total| left.min(total.saturating_sub(self.waited.total())))
+    }
+}
+
+impl<D: Driver> Locked<'_, D> {
+    pub(super) fn request_of(&self, climb: &Climb) -> Request {
+        self.request(climb.asked.bytes, climb.asked.stream, climb.asked.owner)
+    }
+
+    /// Completes the frees that other streams are done with; returns their bytes.
+    pub(super) fn complete_frees(&mut self) -> DriverResult<u64> {
+        let before = self.counters.active_bytes.current();
+        self.process_events()?;
+        Ok(before.saturating_sub(self.counters.active_bytes.current()))
+    }
+
+    pub(super) fn join(&mut self, climb: &Climb) {
+        self.state.queue.join(climb.asker, &climb.bell);
+        self.state.pay_attention();
+    }
+
+    /// Serves the request from a free block of its pool.
+    pub(super) fn serve_free(&mut self, climb: &Climb) -> Option<u64> {
+        let request = self.request_of(climb);
+        let policy = self.state.policy;
+        let block = self.search(&request, policy)?;
+        Some(self.hand_out(Found { block, policy }, &request, climb.asked.context))
+    }
+
+    /// Serves the request from memory that the driver gives now.
+    pub(super) fn serve_new(&mut self, climb: &Climb) -> DriverResult<Option<u64>> {
+        let request = self.request_of(climb);
+        let policy = self.state.policy;
+        let context = climb.asked.context;
+        let block = self.ask_driver(&request, policy, context)?;
+        Ok(block.map(|block| self.hand_out(Found { block, policy }, &request, context)))
+    }
+
+    /// Borrows, unless that rung is switched off.
+    pub(super) fn borrow_if_allowed(
+        &mut self,
+        climb: &Climb,
+        request: &Request,
+    ) -> DriverResult<Option<u64>> {
+        if climb.options.skip_rungs.contains(Rung::Borrow) {
+            return Ok(None);
+        }
+        self.borrow_from_streams(request, Lend::Whole, climb.asked.context)
+    }
+
+    pub(super) fn is_legal(&self, legal: Legal, asked: &Asked) -> DriverResult<bool> {
+        Ok(match legal {
+            Legal::Always => true,
+            Legal::OutsidePools => !self.is_recording(),
+            Legal::OutsideCapture => {
+                !self.is_recording() || self.driver.capture(asked.stream)?.is_none()
+            }
+        })
+    }
+}

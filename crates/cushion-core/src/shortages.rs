@@ -1,0 +1,69 @@
+//! What a program can know and do about shortages: callbacks, receipts, injected failures.
+
+use std::sync::Arc;
+
+use crate::callbacks::{CallbackId, Plea};
+use crate::climb::Waited;
+use crate::driver::Driver;
+use crate::engine::Engine;
+use crate::inject::Injection;
+use crate::receipt::Receipt;
+
+impl<D: Driver> Engine<D> {
+    /// Calls `callback` when memory runs out, those of higher priority first. It may free, and even
+    /// allocate; it is never called with a lock held, and never re-entered.
+    pub fn on_shortage(
+        &self,
+        priority: i32,
+        callback: impl Fn(&Plea) + Send + Sync + 'static,
+    ) -> CallbackId {
+        self.callbacks.add(priority, Box::new(callback))
+    }
+
+    /// Takes a callback away; false if it is gone already. One that runs now runs on.
+    pub fn remove_callback(&self, callback: CallbackId) -> bool {
+        self.callbacks.remove(callback)
+    }
+
+    /// The latest shortages, oldest first.
+    #[must_use]
+    pub fn receipts(&self) -> Vec<Arc<Receipt>> {
+        self.receipts.read()
+    }
+
+    /// The receipt of this number, if it is still kept.
+    #[must_use]
+    pub fn receipt(&self, number: u64) -> Option<Arc<Receipt>> {
+        self.receipts.read().into_iter().find(|receipt| receipt.number == number)
+    }
+
+    /// Keeps so many receipts; 256 to begin with.
+    pub fn keep_receipts(&self, count: usize) {
+        self.receipts.keep(count);
+    }
+
+    /// Calls `listener` with every receipt from now on, on the thread that was short of memory.
+    pub fn on_receipt(&self, listener: impl Fn(&Receipt) + Send + Sync + 'static) {
+        self.receipts.listen(Arc::new(listener));
+    }
+
+    /// Makes allocations fail from now on, to test how a program takes it; `None` ends that. Calls of the
+    /// driver are made to fail by [`Injection::driver_faults`].
+    pub fn inject(&self, injection: Option<Injection>) {
+        let mut state = self.lock();
+        state.injection = injection.filter(Injection::fails_allocations);
+        state.pay_attention();
+    }
+
+    /// How many requests wait for memory now.
+    #[must_use]
+    pub fn waiting(&self) -> usize {
+        self.lock().queue.len()
+    }
+
+    /// How long requests have waited so far, on all engines that share this.
+    #[must_use]
+    pub fn waited(&self) -> &Waited {
+        &self.waited
+    }
+}
