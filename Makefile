@@ -25,9 +25,11 @@ test: ## format, lints, documentation, every test that needs no GPU (SEED=N for 
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --workspace --no-deps --features cushion/cudarc --locked --quiet
 	@sh scripts/setup-browser.sh
 	PROPTEST_RNG_SEED=$(SEED) $(CARGO) test --workspace --features cushion/cudarc --locked
-	@echo 'the example in Rust that needs no GPU:'
-	@said=$$($(CARGO) run --locked --quiet -p cushion --example buffers) && echo "$$said" \
-		&& test "$$(echo "$$said" | tail -n 1)" = ok
+	@echo 'the examples in Rust that need no GPU:'
+	@for example in buffers shortages; do \
+		said=$$($(CARGO) run --locked --quiet -p cushion --example $$example) && echo "$$said" \
+			&& test "$$(echo "$$said" | tail -n 1)" = ok || exit 1; \
+	done
 	@$(MAKE) --no-print-directory test-viz test-capi test-python test-wheel
 
 test-viz: ## converted snapshots in PyTorch's own tools (MEMORYVIZ_JS=PATH for its viewer too)
@@ -79,7 +81,7 @@ verify: ## compare the engine with PyTorch's recorded addresses, on all traces s
 	@sh scripts/verify.sh $(CUSHION)
 
 # cargo-fuzz asks the compiler for coverage, which a stable one gives only when told to.
-fuzz: ## an hour of one fuzz target (TARGET=pickle, json, rmm, own or open; SECONDS=3600)
+fuzz: ## an hour of one fuzz target (TARGET=pickle, json, rmm, own, open or receipts; SECONDS=3600)
 	@$(CARGO) fuzz --version >/dev/null 2>&1 || { echo 'make fuzz needs cargo-fuzz: cargo install cargo-fuzz' >&2; exit 1; }
 	@mkdir -p fuzz/work/$(TARGET)
 	cd fuzz && RUSTC_BOOTSTRAP=1 $(CARGO) fuzz run --fuzz-dir . --sanitizer none $(TARGET) \

@@ -1,11 +1,11 @@
 //! What each fuzz target does with its bytes: shared by the targets and by a short run of them in
 //! `crates/cushion-trace/tests/fuzz.rs`.
 
-use cushion_trace::{Limits, Program, read};
+use cushion_trace::{Limits, Program, read, read_receipts};
 
-/// The targets: one for each reader, and one for everything from the first byte on.
+/// The targets: one for each reader, and one for everything from the first byte of a trace on.
 #[allow(dead_code, reason = "a target knows its own name")]
-pub(crate) const TARGETS: [&str; 5] = ["pickle", "json", "rmm", "own", "open"];
+pub(crate) const TARGETS: [&str; 6] = ["pickle", "json", "rmm", "own", "open", "receipts"];
 
 /// Small enough that a finding is a fault of the reader and not of the machine.
 const LIMITS: Limits = Limits { unpacked_bytes: 4 << 20, memory_bytes: 32 << 20 };
@@ -15,6 +15,9 @@ const MAX_EVENTS: usize = 20_000;
 
 /// Runs one target.
 pub(crate) fn run(target: &str, bytes: &[u8]) {
+    if target == "receipts" {
+        return receipts(bytes);
+    }
     // A reader's own target gets every input, whatever the first bytes look like.
     let start: &[u8] = match target {
         "pickle" if bytes.first() != Some(&0x80) => b"\x80\x04",
@@ -35,6 +38,19 @@ pub(crate) fn run(target: &str, bytes: &[u8]) {
                     drop(Program::of(&snapshot, device));
                 }
             }
+        }
+        Err(error) => {
+            let told = error.to_string();
+            assert!(!told.is_empty() && !told.contains('\n'), "not one line: {told:?}");
+        }
+    }
+}
+
+fn receipts(bytes: &[u8]) {
+    match read_receipts(bytes) {
+        Ok(receipts) => {
+            let told = receipts.latest.iter().map(ToString::to_string);
+            drop((told.collect::<Vec<_>>(), receipts.tally.to_string()));
         }
         Err(error) => {
             let told = error.to_string();

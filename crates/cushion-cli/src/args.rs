@@ -88,9 +88,17 @@ pub(crate) struct ReplayArgs {
     #[arg(long, value_name = "STRING", value_parser = parse_conf)]
     pub(crate) conf: Option<Conf>,
 
+    /// Host memory that may serve what the device has no room for. Needs the ladder `graceful`.
+    #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
+    pub(crate) spill: Option<u64>,
+
     /// Which device of the trace; without it, the one with the most events.
     #[arg(long, value_name = "N")]
     pub(crate) device: Option<usize>,
+
+    /// Write the receipts of all shortages to this file, one JSON object per line.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) receipts: Option<PathBuf>,
 
     /// One JSON object per line, trace and policy.
     #[arg(long)]
@@ -154,6 +162,10 @@ pub(crate) struct ReportArgs {
     /// What is tried before a request is refused: what PyTorch does, or Cushion's own steps.
     #[arg(long, value_enum, default_value_t = LadderArg::Torch)]
     pub(crate) ladder: LadderArg,
+
+    /// Receipts of a run, one JSON object per line, to show as well.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) receipts: Option<PathBuf>,
 }
 
 /// The arguments of `cushion storm`.

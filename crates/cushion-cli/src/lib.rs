@@ -13,6 +13,7 @@ mod python;
 mod replay;
 mod report;
 mod save;
+mod shortages;
 mod storm;
 mod table;
 

@@ -6,7 +6,7 @@ use std::path::Path;
 use anyhow::{Context as _, bail};
 use cushion_core::driver::Call;
 use cushion_core::size::display;
-use cushion_core::{Ladder, Policy};
+use cushion_core::{Ladder, Options, Policy};
 use cushion_trace::{
     Difference, Events, Frame, Origin, Outcome, Program, Refusal, ReplayConfig, Stacks, Watch,
     min_capacity, replay, replay_watched,
@@ -15,6 +15,7 @@ use serde::Serialize;
 
 use crate::args::{PolicyArg, ReplayArgs};
 use crate::load::{Loaded, load, short};
+use crate::shortages::{self, ReceiptLines};
 use crate::table::{Align, Table};
 use crate::{Streams, Verdict};
 
@@ -27,6 +28,9 @@ pub(crate) fn run<O: Write, T: Write>(
     if args.verify && ladder != Ladder::Torch {
         bail!("--verify follows PyTorch step by step, so it needs --ladder torch");
     }
+    if args.spill.is_some() && ladder != Ladder::Graceful {
+        bail!("PyTorch never uses host memory, so --spill needs --ladder graceful");
+    }
     if let Some(conf) = &args.conf
         && !conf.not_ours.is_empty()
     {
@@ -34,26 +38,35 @@ pub(crate) fn run<O: Write, T: Write>(
         streams.talk(format_args!("not options of the device allocator: {keys}"));
     }
     let mut verdict = Verdict::Fits;
-    let mut rows = Rows::new(args.min_capacity);
+    let mut told = Told { rows: Rows::new(args.min_capacity), receipts: ReceiptLines::default() };
     for path in &args.traces {
         // One bad file does not keep the others from being read.
-        let found = one_trace(path, args, ladder, &mut rows, streams).unwrap_or_else(|error| {
+        let found = one_trace(path, args, ladder, &mut told, streams).unwrap_or_else(|error| {
             streams.talk(format_args!("{}: {error:#}", path.display()));
             Verdict::BadInput
         });
         verdict = verdict.max(found);
     }
-    for line in rows.lines() {
+    for line in told.rows.lines() {
         streams.data(format_args!("{line}"));
     }
+    if let Some(path) = &args.receipts {
+        told.receipts.save(path)?;
+    }
     Ok(verdict)
+}
+
+/// What is told once all traces are done.
+struct Told {
+    rows: Rows,
+    receipts: ReceiptLines,
 }
 
 fn one_trace<O: Write, T: Write>(
     path: &Path,
     args: &ReplayArgs,
     ladder: Ladder,
-    rows: &mut Rows,
+    told: &mut Told,
     streams: &mut Streams<O, T>,
 ) -> anyhow::Result<Verdict> {
     let Loaded { name, snapshot, device, program } = load(path, args.device, streams)?;
@@ -65,7 +78,7 @@ fn one_trace<O: Write, T: Write>(
             policy,
             ladder,
             capacity: args.capacity,
-            options: args.conf.as_ref().map(|conf| conf.options.clone()),
+            options: options(args, &program),
         };
         let outcome = run_one(&name, &program, &config, streams)
             .context("the simulated device refused a call")?;
@@ -116,13 +129,24 @@ fn one_trace<O: Write, T: Write>(
             smallest,
             stack: stack.unwrap_or_default(),
         };
+        if args.receipts.is_some() {
+            told.receipts.add(&name, policy, &outcome)?;
+        }
         if args.json {
             streams.data(format_args!("{}", serde_json::to_string(&row.json())?));
         } else {
-            rows.add(&row);
+            told.rows.add(&row);
         }
     }
     Ok(verdict)
+}
+
+/// The options in place of those recorded, if any are asked for.
+fn options(args: &ReplayArgs, program: &Program) -> Option<Options> {
+    let options = args.conf.as_ref().map(|conf| conf.options.clone());
+    let Some(spill_limit) = args.spill else { return options };
+    let options = options.unwrap_or_else(|| program.options.clone());
+    Some(Options { spill_limit, ..options })
 }
 
 /// Runs a program under one policy, with progress where somebody looks.
@@ -271,6 +295,11 @@ struct JsonRow<'a> {
     retries: u64,
     pending_frees: u64,
     hurried_frees: u64,
+    shortages: u64,
+    survived: u64,
+    refused: u64,
+    milliseconds_lost: f64,
+    spilled_peak_bytes: u64,
     oom: Option<JsonRefusal>,
 }
 
@@ -340,6 +369,11 @@ impl<'a> Row<'a> {
             retries: outcome.retries,
             pending_frees: outcome.pending_frees,
             hurried_frees: outcome.hurried_frees,
+            shortages: outcome.stats.shortages,
+            survived: outcome.stats.shortages_survived,
+            refused: outcome.stats.shortages_refused,
+            milliseconds_lost: outcome.stats.milliseconds_lost(),
+            spilled_peak_bytes: outcome.stats.spilled_bytes.peak,
             oom: outcome.oom.map(|refusal| {
                 let Refusal {
                     event, requested, live, reserved, largest_free, at_beginning, ..
@@ -404,6 +438,7 @@ impl Rows {
             self.details.push(format!("{file}, {}: {}", row.policy, in_words(refusal)));
             self.details.extend(row.stack.iter().map(|line| format!("    {line}")));
         }
+        self.details.extend(shortages::in_words(&format!("{file}, {}", row.policy), outcome));
     }
 
     fn lines(&self) -> Vec<String> {

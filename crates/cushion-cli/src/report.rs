@@ -10,6 +10,7 @@ mod gather;
 mod life;
 mod map;
 mod series;
+mod shortages;
 mod sites;
 
 use std::io::Write;
@@ -29,12 +30,13 @@ use gather::{Request, gather};
 const PAGE: &str = include_str!("report/page.html");
 const STYLE: &str = include_str!("report/page.css");
 /// One script, in parts by subject; the last one draws the page with the others.
-const SCRIPTS: [&str; 6] = [
+const SCRIPTS: [&str; 7] = [
     include_str!("report/format.js"),
     include_str!("report/tables.js"),
     include_str!("report/chart.js"),
     include_str!("report/map.js"),
     include_str!("report/life.js"),
+    include_str!("report/shortages.js"),
     include_str!("report/page.js"),
 ];
 
@@ -44,7 +46,13 @@ pub(crate) fn run<O: Write, T: Write>(
     streams: &mut Streams<O, T>,
 ) -> anyhow::Result<Verdict> {
     let trace = &args.trace;
-    let report = report_on(args, streams).with_context(|| trace.display().to_string())?;
+    // Before the work begins: it would be in vain.
+    let receipts = args.receipts.as_deref().map(shortages::of_file).transpose()?;
+    let mut report = report_on(args, streams).with_context(|| trace.display().to_string())?;
+    match receipts {
+        Some(none) if none.all == 0 => streams.talk(format_args!("{}: no receipts", none.name)),
+        receipts => report.shortages.extend(receipts),
+    }
     let page = page(&report)?;
     let output = args.output.clone().unwrap_or_else(|| default_output(trace));
     if output.as_os_str() == "-" {

@@ -12,7 +12,7 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 
 use serde_json::Value;
-use support::{event, figures, page, trace, write_snapshot};
+use support::{event, figures, page, receipt_lines, trace, write_snapshot};
 
 /// What the check is called by; `scripts/setup-browser.sh` looks for the same.
 const BROWSERS: [&str; 5] =
@@ -174,6 +174,13 @@ fn traces(browser: &str) {
         sound(&found, name);
         let report = figures(&page);
         peaks(&found, &report, name);
+        let text = found["text"].as_str().expect("text");
+        let told = list(&report["shortages"])
+            .iter()
+            .all(|run| text.replace('\u{a0}', " ").contains(run["told"].as_str().expect("words")));
+        assert!(told, "{name}: every shortage is told of");
+        let has_section = text.contains("Shortages\n");
+        assert_eq!(has_section, !list(&report["shortages"]).is_empty(), "{name}");
         let lead = found["lead"].as_str().expect("a lead").replace('\u{a0}', " ");
         assert_eq!(report["findings"][0]["text"], *lead, "{name}");
         assert!(found["title"].as_str().is_some_and(|title| title.contains(name)));
@@ -210,12 +217,23 @@ fn hostile(browser: &str) {
         events.push(event("alloc", (1 << 40) + (i << 24), 5_000_000, Some(evil)));
     }
     write_snapshot(&path, &events);
-    let found = look(browser, &page(&path.display().to_string(), &[]), 1280, false);
-    assert_eq!(found["hacked"], false);
-    sound(&found, "hostile");
-    let text = found["text"].as_str().expect("text");
-    assert!(text.contains(evil), "the name is shown as it is");
-    assert!(text.contains("<img src=x onerror=hacked=true>.pickle"));
+    let whose = "<img src=x onerror='hacked = true'>";
+    let receipts = folder.path().join("<img src=x onerror=hacked=true>.jsonl");
+    let (survived, refused) = receipt_lines();
+    let lines = [survived, refused].map(|line| line.replacen("thread 1 (main)", whose, 1));
+    fs::write(&receipts, lines.concat()).expect("written");
+    let receipts = receipts.display().to_string();
+    let page = page(&path.display().to_string(), &["--receipts", &receipts]);
+    for width in [360, 1280] {
+        let found = look(browser, &page, width, false);
+        assert_eq!(found["hacked"], false);
+        sound(&found, "hostile");
+        let text = found["text"].as_str().expect("text");
+        assert!(text.contains(evil), "the name is shown as it is");
+        assert!(text.contains("<img src=x onerror=hacked=true>.pickle"));
+        assert!(text.contains("<img src=x onerror=hacked=true>.jsonl"));
+        assert!(text.contains(whose) && text.contains("fits with policy expandable"));
+    }
 }
 
 fn million(browser: &str) {

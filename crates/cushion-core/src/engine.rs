@@ -256,8 +256,9 @@ impl<D: Driver> Engine<D> {
         if address == 0 {
             return Ok(());
         }
+        let by = owner::current();
         let (freed, waits) = self.locked(|mut engine| {
-            let freed = engine.free(address, context);
+            let freed = engine.free(address, by, context);
             (freed, engine.state.attention)
         });
         if waits {

@@ -143,7 +143,8 @@ impl Shortage {
             if self.pending >= missing {
                 remedies.push(Remedy::Pending(self.pending));
             }
-            let may_hold = self.allowed.is_none_or(|most| self.reserved + missing <= most);
+            let may_hold =
+                self.allowed.is_none_or(|most| self.reserved.saturating_add(missing) <= most);
             if self.others() >= missing && may_hold {
                 remedies.push(Remedy::Others(self.others()));
             }

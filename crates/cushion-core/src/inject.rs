@@ -116,6 +116,12 @@ impl Faults {
         *self.rules.lock().unwrap_or_else(PoisonError::into_inner) = rules;
     }
 
+    /// Whether there are none.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.rules.lock().unwrap_or_else(PoisonError::into_inner).is_empty()
+    }
+
     /// The failure that strikes this call, if any.
     pub fn strike(&self, call: Call) -> Option<Fault> {
         let mut rules = self.rules.lock().unwrap_or_else(PoisonError::into_inner);
@@ -202,7 +208,8 @@ fn rule(text: &str) -> Result<Rule, InjectionError> {
                 None => return Err(wrong(format!("there is no rung `{value}`"))),
             },
             "driver" => {
-                let named = |known: &Call| known.to_string().eq_ignore_ascii_case(value);
+                let plain = value.replace('_', "");
+                let named = |known: &Call| known.to_string().eq_ignore_ascii_case(&plain);
                 let known = Call::ALL.into_iter().find(named);
                 let unknown = || wrong(format!("there is no driver call `{value}`"));
                 call = Some(known.ok_or_else(unknown)?);
@@ -291,11 +298,12 @@ mod tests {
 
     #[test]
     fn driver_calls_fail_by_kind() {
-        let injection: Injection = "driver=alloc,nth=2; driver=Map,fault=719".parse().unwrap();
+        let injection: Injection =
+            "driver=alloc,nth=2; driver=set_access,fault=719".parse().unwrap();
         assert!(!injection.fails_allocations());
         let faults = injection.driver_faults();
         assert_eq!(faults.strike(Call::Alloc), None);
-        assert_eq!(faults.strike(Call::Map), Some(Fault::Failed(719)));
+        assert_eq!(faults.strike(Call::SetAccess), Some(Fault::Failed(719)));
         assert_eq!(faults.strike(Call::Alloc), Some(Fault::OutOfMemory));
         assert_eq!(faults.strike(Call::Alloc), None);
     }

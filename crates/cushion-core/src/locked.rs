@@ -336,10 +336,20 @@ impl<D: Driver> Locked<'_, D> {
     // ---- free ----
 
     /// Takes a block back from its owner.
-    pub(crate) fn free(&mut self, address: u64, context: Context) -> Result<(), AddressError> {
+    pub(crate) fn free(
+        &mut self,
+        address: u64,
+        by: Owner,
+        context: Context,
+    ) -> Result<(), AddressError> {
         let id = self.state.live.remove(&address).ok_or(AddressError::Unknown { address })?;
         let block = &mut self.state.blocks[id];
         block.state = BlockState::Pending;
+        if block.owner != by {
+            let owner = block.owner;
+            self.state.queue.note_freed_by(owner, by);
+        }
+        let block = &mut self.state.blocks[id];
         if Self::is_spill(block.pool) {
             return self.free_spilled(id, context);
         }

@@ -82,6 +82,9 @@ pub(crate) struct Queue {
     /// Tasks that were told to give way, each with those that held memory then. Until one of these holds none
     /// any more, a task that gave way and begins again would only have to give way once more.
     gave_way: BTreeMap<Owner, BTreeSet<Owner>>,
+    /// Whose memory was given back by somebody else, and by whom last: what a thread hands on to others, they may
+    /// free while it waits.
+    freed_by: BTreeMap<Owner, Owner>,
 }
 
 /// Those to wake, once no lock is held.
@@ -91,6 +94,21 @@ impl Queue {
     /// Whether nobody waits and nobody is held back.
     pub(crate) fn is_idle(&self) -> bool {
         self.waiting.is_empty() && self.gave_way.is_empty()
+    }
+
+    /// Somebody gave back what another owner had asked for.
+    #[cold]
+    pub(crate) fn note_freed_by(&mut self, owner: Owner, by: Owner) {
+        /// From this number on, threads that have ended are forgotten.
+        const MOST: usize = 1024;
+        if owner == Owner::NOBODY || by == Owner::NOBODY || by == Owner::FOLLOWER {
+            return;
+        }
+        if self.freed_by.len() >= MOST && !self.freed_by.contains_key(&owner) {
+            let standings = owner::standings(self.freed_by.keys().copied());
+            self.freed_by.retain(|owner, _| standings[owner] != Standing::Gone);
+        }
+        self.freed_by.insert(owner, by);
     }
 
     /// A place in the queue, for a request that has just fallen short.
@@ -217,6 +235,13 @@ impl Queue {
         })
     }
 
+    /// Whether somebody who does not wait has given back what this owner had asked for.
+    fn may_be_freed_by_others(&self, owner: Owner) -> bool {
+        let Some(&by) = self.freed_by.get(&owner) else { return false };
+        let standing = owner::standings(std::iter::once(by))[&by];
+        standing != Standing::Gone && !self.is_waiting(by, standing)
+    }
+
     /// Whether the owner can do nothing but wait.
     fn is_waiting(&self, owner: Owner, standing: Standing) -> bool {
         let mut own = self.undecided().filter(|waiter| waiter.asker.owner == owner);
@@ -327,7 +352,9 @@ impl<D: Driver> Locked<'_, D> {
         let work = !self.state.pending.is_empty() || self.events_help(request).unwrap_or(false);
         let queue = &self.state.queue;
         let holders = self.holders();
-        let owners = holders.iter().any(|(&owner, &standing)| !queue.is_waiting(owner, standing));
+        let owners = holders.iter().any(|(&owner, &standing)| {
+            !queue.is_waiting(owner, standing) || queue.may_be_freed_by_others(owner)
+        });
         let to_try = |waiter: &Waiter| waiter.tried != Some(queue.changes);
         let most = self.state.limit.unwrap_or(u64::MAX).min(self.device.total);
         let fits = request.size <= most;

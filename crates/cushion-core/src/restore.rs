@@ -154,7 +154,7 @@ impl<D: Driver> Locked<'_, D> {
             at = block.address + block.size;
         }
         for gap in gaps {
-            let freed = self.free(gap, Context::NONE);
+            let freed = self.free(gap, Owner::NOBODY, Context::NONE);
             debug_assert!(freed.is_ok(), "taken a moment ago");
         }
         Ok(base)

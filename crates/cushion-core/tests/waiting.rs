@@ -101,6 +101,38 @@ mod tests {
         assert_eq!(gpu.receipts()[1].took, Duration::from_secs(3));
     }
 
+    /// A loader and its workers: what one thread asks for, others give back.
+    #[test]
+    fn what_a_thread_hands_on_may_be_given_back_while_it_waits() {
+        let gpu = real_gpu(100, PATIENT);
+        let (hand_on, handed_on) = mpsc::channel::<u64>();
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let mut first = true;
+                for address in handed_on {
+                    if !first {
+                        until_waiting(&gpu, 1);
+                    }
+                    first = false;
+                    gpu.free(address).unwrap();
+                }
+            });
+            // The first is seen to be given back elsewhere.
+            hand_on.send(take(&gpu, 60 * MIB, S0)).unwrap();
+            while gpu.stats().allocation.all.current > 0 {
+                std::thread::yield_now();
+            }
+            // From then on the worker gives one back when the next is waited for.
+            for _ in 0..5 {
+                hand_on.send(take(&gpu, 60 * MIB, S0)).unwrap();
+            }
+            let last = take(&gpu, 60 * MIB, S0);
+            drop(hand_on);
+            gpu.free(last).unwrap();
+        });
+        assert_eq!(gpu.stats().shortages_survived, 5);
+    }
+
     #[test]
     fn a_thread_that_follows_asks_for_whoever_asked_last() {
         cushion_core::set_followers(|| std::thread::current().name() == Some("gradients"));

@@ -2,7 +2,8 @@
 //! engine and a simulated device.
 //!
 //! [`open`] reads a file, [`Program::of`] works out what the recorded program asked for, and
-//! [`replay`] runs it under a policy and says what it took.
+//! [`replay`] runs it under a policy and says what it took. [`read_receipts`] reads what a run wrote of its
+//! shortages.
 
 #![forbid(unsafe_code)]
 
@@ -24,6 +25,7 @@ mod pack;
 mod pickle;
 mod pools;
 mod program;
+mod receipts;
 mod replay;
 mod rmm;
 mod run;
@@ -42,6 +44,7 @@ pub use error::{Format, Offset, TraceError};
 pub use events::{Events, Iter};
 pub use open::{Limits, open, open_with, read, read_with};
 pub use program::Program;
+pub use receipts::{Receipts, ReceiptsError, Tally, read_receipts};
 pub use replay::{
     Difference, Outcome, Refusal, ReplayConfig, State, Watch, replay, replay_watched, state_at,
 };

@@ -1,7 +1,7 @@
 //! Runs a program on the engine and the simulated device.
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use cushion_core::driver::CallCounts;
 use cushion_core::size::GIB;
@@ -13,10 +13,14 @@ use cushion_core::{
 use crate::events::Events;
 use crate::pools::Departure;
 use crate::program::Program;
+use crate::receipts::Tally;
 use crate::run::{Run, Seen, Stop};
 
 /// A device that no trace fills.
 pub(crate) const UNLIMITED: u64 = 1024 * GIB;
+
+/// How many receipts of a run are kept.
+const RECEIPTS: usize = 10_000;
 
 /// How to run a program.
 #[derive(Debug, Clone)]
@@ -68,8 +72,10 @@ pub struct Outcome {
     pub hurried_frees: u64,
     /// The engine's figures at the end.
     pub stats: Stats,
-    /// The latest shortages, survived and refused; the figures count all.
+    /// The latest shortages, survived and refused, oldest first: 10,000 of them at most.
     pub receipts: Vec<Arc<Receipt>>,
+    /// All shortages, counted.
+    pub tally: Tally,
 }
 
 impl Outcome {
@@ -163,6 +169,12 @@ pub fn replay_watched(
     watch: &mut impl Watch,
 ) -> Result<Outcome, DriverError> {
     let (engine, driver) = device_for(program, config);
+    engine.keep_receipts(RECEIPTS);
+    let tally = Arc::new(Mutex::new(Tally::default()));
+    let counted = Arc::clone(&tally);
+    engine.on_receipt(move |receipt| {
+        counted.lock().unwrap_or_else(PoisonError::into_inner).add(receipt);
+    });
     let mut run = Run::new(&engine, &driver, program, config, options_for(program, config), watch);
     let events = match run.run() {
         Ok(()) => program.events,
@@ -191,6 +203,7 @@ pub fn replay_watched(
         hurried_frees: if follows && difference.is_none() { 0 } else { seen.hurried },
         stats,
         receipts: engine.receipts(),
+        tally: tally.lock().unwrap_or_else(PoisonError::into_inner).clone(),
     })
 }
 

@@ -100,7 +100,7 @@ mod tests {
     #[test]
     fn every_target_is_run() {
         let names = bodies::TARGETS;
-        assert_eq!(names, ["pickle", "json", "rmm", "own", "open"]);
+        assert_eq!(names, ["pickle", "json", "rmm", "own", "open", "receipts"]);
     }
 
     #[test]
@@ -126,5 +126,10 @@ mod tests {
     #[test]
     fn open() {
         run("open");
+    }
+
+    #[test]
+    fn receipts() {
+        run("receipts");
     }
 }

@@ -38,10 +38,20 @@ pub struct Buffer<T> {
 
 impl<T> Buffer<T> {
     pub(crate) fn alloc(device: &Device, len: usize, stream: StreamId) -> Result<Self, Error> {
+        let address = device.engine().alloc(Self::bytes_of(len)?, stream)?;
+        Ok(Self::at(device, address, len, stream))
+    }
+
+    /// How many bytes so many elements take.
+    pub(crate) fn bytes_of(len: usize) -> Result<u64, Error> {
         let size = size_of::<T>();
         let bytes = len.checked_mul(size).ok_or(Error::TooLong { len, size })?;
-        let address = device.engine().alloc(bytes as u64, stream)?;
-        Ok(Self { device: device.clone(), address, len, stream, elements: PhantomData })
+        Ok(bytes as u64)
+    }
+
+    /// The buffer of memory that was allocated for it.
+    pub(crate) fn at(device: &Device, address: u64, len: usize, stream: StreamId) -> Self {
+        Self { device: device.clone(), address, len, stream, elements: PhantomData }
     }
 
     /// How many elements.
@@ -115,7 +125,7 @@ impl<T> Buffer<T> {
     /// `stream`; nobody else gives it back.
     #[must_use]
     pub unsafe fn from_raw(device: &Device, address: u64, len: usize, stream: StreamId) -> Self {
-        Self { device: device.clone(), address, len, stream, elements: PhantomData }
+        Self::at(device, address, len, stream)
     }
 
     /// Sets all bytes to zero, as a piece of work on `stream`.

@@ -2,14 +2,16 @@
 
 use std::any::Any;
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use cushion_core::driver::{
-    Capture, DriverResult, EventId, MemoryInfo, NodeId, PageHandle, Properties, SimMemory,
+    Call, Capture, DriverResult, EventId, MemoryInfo, NodeId, PageHandle, Properties, SimMemory,
 };
-use cushion_core::{Driver, SimConfig, SimDriver, StreamId};
+use cushion_core::{Driver, DriverError, Faults, Injection, SimConfig, SimDriver, StreamId};
 use cushion_cuda::{CudaDriver, CudaError};
+
+use crate::receipts::ReceiptLog;
 
 /// A device behind the engine's [`Driver`]: a GPU, or one in memory. Which one it is matters where memory is got from
 /// the device; the engine serves most allocations without asking.
@@ -23,6 +25,12 @@ pub struct DeviceDriver {
     kept: Mutex<BTreeMap<StreamId, Arc<dyn Any + Send + Sync>>>,
     /// The last of them: most programs use one stream many times over.
     last_kept: AtomicU64,
+    /// Calls that are made to fail, to test how a program takes it.
+    faults: Faults,
+    /// Whether any may be.
+    has_faults: AtomicBool,
+    /// Where the device's receipts go.
+    receipts: Arc<ReceiptLog>,
 }
 
 #[derive(Debug)]
@@ -66,7 +74,15 @@ impl DeviceDriver {
     fn of(kind: Kind) -> Self {
         // The default stream needs no keeping.
         let last_kept = AtomicU64::new(0);
-        Self { kind, idle: Mutex::default(), kept: Mutex::default(), last_kept }
+        Self {
+            kind,
+            idle: Mutex::default(),
+            kept: Mutex::default(),
+            last_kept,
+            faults: Faults::default(),
+            has_faults: AtomicBool::new(false),
+            receipts: Arc::default(),
+        }
     }
 
     /// Whether there is no GPU behind it.
@@ -82,6 +98,25 @@ impl DeviceDriver {
             Kind::Cuda(_) => None,
             Kind::Simulated(device) => Some(&device.driver),
         }
+    }
+
+    pub(crate) fn receipt_log(&self) -> &Arc<ReceiptLog> {
+        &self.receipts
+    }
+
+    // ---- made-up failures ----
+
+    /// Makes calls fail as the rules for the driver say, in the place of those before; `None` for none.
+    pub(crate) fn inject(&self, injection: Option<&Injection>) {
+        self.faults.replace(injection.map(Injection::driver_faults).unwrap_or_default());
+        self.has_faults.store(injection.is_some(), Ordering::Relaxed);
+    }
+
+    /// The failure that strikes the method of this name, if one does.
+    #[cold]
+    fn strike(&self, method: &str) -> DriverResult<()> {
+        let struck = call_of(method).and_then(|call| Some((call, self.faults.strike(call)?)));
+        struck.map_or(Ok(()), |(call, fault)| Err(DriverError { call, fault }))
     }
 
     // ---- streams ----
@@ -220,17 +255,39 @@ impl DeviceDriver {
     }
 }
 
-/// Writes each method once for all kinds of device.
+/// The call that a method of [`Driver`] makes.
+fn call_of(method: &str) -> Option<Call> {
+    let name = method.replace('_', "");
+    Call::ALL.into_iter().find(|call| call.to_string().eq_ignore_ascii_case(&name))
+}
+
+/// Writes each method once for all kinds of device. All but the first may be made to fail.
 macro_rules! forward_driver {
-    ($($name:ident($($argument:ident: $type:ty),*) -> $result:ty;)*) => {
+    (
+        properties() -> Properties;
+        $($name:ident($($argument:ident: $type:ty),*) -> $result:ty;)*
+    ) => {
         impl Driver for DeviceDriver {
+            fn properties(&self) -> Properties {
+                match &self.kind {
+                    Kind::Cuda(driver) => driver.properties(),
+                    Kind::Simulated(device) => device.driver.properties(),
+                }
+            }
+
             $(fn $name(&self, $($argument: $type),*) -> $result {
+                if self.has_faults.load(Ordering::Relaxed) {
+                    self.strike(stringify!($name))?;
+                }
                 match &self.kind {
                     Kind::Cuda(driver) => driver.$name($($argument),*),
                     Kind::Simulated(device) => device.driver.$name($($argument),*),
                 }
             })*
         }
+
+        #[cfg(test)]
+        const METHODS: &[&str] = &[$(stringify!($name)),*];
     };
 }
 
@@ -245,5 +302,17 @@ impl Drop for DeviceDriver {
                 let _ = unsafe { driver.stream_destroy(stream) };
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_method_has_a_call_of_its_own() {
+        let calls: Vec<Call> = METHODS.iter().map(|method| call_of(method).unwrap()).collect();
+        assert_eq!(calls.len(), Call::ALL.len());
+        assert!(Call::ALL.iter().all(|call| calls.contains(call)));
     }
 }

@@ -37,6 +37,49 @@
 //! # Ok::<(), cushion::Error>(())
 //! ```
 //!
+//! Before that, everything is tried that may help: what is cached is laid out anew, [callbacks](Device::on_shortage)
+//! are asked, other threads are waited for, and at last host memory serves, if it may. [`Device::receipts`] has what
+//! became of each shortage. How long a request waits, and from whom, can be said:
+//!
+//! ```
+//! use std::time::Duration;
+//!
+//! use cushion::{Device, Error, Task, set_budget, set_priority};
+//!
+//! // A request waits a second at most; 512 MiB of host memory may serve those of 16 MiB and over.
+//! let gpu = Device::builder().conf("wait_ms:1000,spill_limit_mb:512")?.simulated(1 << 30);
+//! let stream = gpu.default_stream();
+//! set_budget(Some(Duration::from_millis(10))); // this thread's requests, from now on
+//! set_priority(7); // served before those of lower priority
+//!
+//! let task = Task::new("batch 12", 0); // several threads may work for it
+//! let working = task.enter();
+//! let most = gpu.alloc_zeros::<u8>(900 << 20, &stream)?;
+//! let spilled = gpu.alloc_zeros::<u8>(200 << 20, &stream)?;
+//! let refused = gpu.alloc_zeros::<u8>(400 << 20, &stream).unwrap_err();
+//! # use cushion::AllocError;
+//! assert!(matches!(refused, Error::Alloc(AllocError::Split(_)))); // nobody else holds any
+//! drop(working);
+//! for receipt in gpu.receipts() {
+//!     println!("{receipt}"); // shortage 1 on device 0: 200.00 MiB for task batch 12, survived by spill ...
+//! }
+//! # assert_eq!(gpu.receipts().len(), 2);
+//! # set_budget(None);
+//! # Ok::<(), cushion::Error>(())
+//! ```
+//!
+//! Memory can be a future of any runtime, and can be made ready before it is needed:
+//!
+//! ```
+//! # async fn serve(gpu: cushion::Device) -> Result<(), cushion::Error> {
+//! let stream = gpu.new_stream()?;
+//! gpu.prefetch(1 << 30, &stream)?; // now, rather than in the middle of something
+//! let buffer = gpu.alloc_zeros_async::<f32>(1 << 20, &stream).await?; // no thread waits
+//! # drop(buffer);
+//! # Ok(())
+//! # }
+//! ```
+//!
 //! # Several streams
 //!
 //! A buffer belongs to the stream it was allocated on. Work on another stream that uses it has to be noted, so that
@@ -60,6 +103,7 @@
 //! # For bindings
 //!
 //! [`devices`] holds the engines that everybody in a process shares, one per GPU; [`core`] is the engine itself.
+//! [`write_receipts`] and [`inject`] are for one engine what the methods of [`Device`] are.
 
 mod buffer;
 mod clock;
@@ -70,17 +114,25 @@ mod devices;
 mod driver;
 mod error;
 mod fork;
+mod receipts;
+mod shortage;
 mod stream;
 
 pub use buffer::Buffer;
 pub use clock::SystemClock;
 pub use cushion_core as core;
-pub use cushion_core::{Options, Policy, Stats, StreamId};
+pub use cushion_core::{
+    AllocError, CallbackId, Ended, Injection, InjectionError, Options, Outcome, Plea, Policy,
+    Receipt, Remedy, Rung, Shortage, Stats, StreamId, Task, Tried, Working, set_budget,
+    set_priority,
+};
 pub use cushion_cuda::{CudaDriver, CudaError, name as error_name};
 pub use device::{CacheStats, Device, DeviceBuilder};
 pub use devices::{DeviceEngine, DeviceError, Devices, HistoryPlan, MAX_DEVICES, devices};
 pub use driver::DeviceDriver;
 pub use error::Error;
+pub use receipts::{LostReceipts, write_receipts};
+pub use shortage::{BufferFuture, inject};
 pub use stream::{AsStream, Stream};
 
 #[cfg(feature = "cudarc")]

@@ -26,6 +26,8 @@ pub(crate) struct Report {
     pub(crate) timeline: Timeline,
     pub(crate) peak: Peak,
     pub(crate) lifetimes: Lifetimes,
+    /// Of each replay that had any, and of a file of receipts.
+    pub(crate) shortages: Vec<Shortages>,
     /// Stacks that other parts name by index, as indices into `frames`, innermost first.
     pub(crate) sites: Vec<Vec<u32>>,
     /// Lines of the recorded program.
@@ -294,4 +296,61 @@ pub(crate) struct Life {
     pub(crate) count: u64,
     pub(crate) bytes: u64,
     pub(crate) at_peak: u64,
+}
+
+/// The shortages of one run.
+#[derive(Debug, Default, Serialize)]
+pub(crate) struct Shortages {
+    /// The policy of a replay, or the name of the file.
+    pub(crate) name: String,
+    /// Whether they are from a file of receipts.
+    pub(crate) from_file: bool,
+    /// All of them, in words.
+    pub(crate) told: String,
+    /// Some of them, in order.
+    pub(crate) rows: Vec<ShortageRow>,
+    /// How many there were.
+    pub(crate) all: u64,
+    /// Lines of the file that end too early.
+    pub(crate) torn: u64,
+}
+
+/// One shortage.
+#[derive(Debug, Default, Serialize)]
+pub(crate) struct ShortageRow {
+    pub(crate) number: u64,
+    pub(crate) device: u32,
+    pub(crate) who: String,
+    pub(crate) requested: u64,
+    pub(crate) outcome: String,
+    pub(crate) survived: bool,
+    /// Whether it was made up.
+    pub(crate) injected: bool,
+    /// The time lost, in milliseconds.
+    pub(crate) ms: f64,
+    pub(crate) rungs: Vec<RungTried>,
+    /// What would have made it fit; nothing if it was served.
+    pub(crate) remedies: Vec<String>,
+    /// The largest groups of live allocations.
+    pub(crate) groups: Vec<LiveGroup>,
+}
+
+/// One rung of the ladder.
+#[derive(Debug, Default, Serialize)]
+pub(crate) struct RungTried {
+    pub(crate) rung: &'static str,
+    pub(crate) ended: &'static str,
+    pub(crate) in_vain: bool,
+    /// Bytes it won.
+    pub(crate) won: u64,
+    /// The time it took, in milliseconds.
+    pub(crate) ms: f64,
+}
+
+/// Live allocations of one size.
+#[derive(Debug, Default, Serialize)]
+pub(crate) struct LiveGroup {
+    pub(crate) each: u64,
+    pub(crate) count: u64,
+    pub(crate) bytes: u64,
 }

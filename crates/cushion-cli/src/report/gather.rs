@@ -15,12 +15,13 @@ use crate::Streams;
 
 use super::data::{
     AddressMap, Curve, Origin, Peak, PeakGroup, PolicyRun, RecordedOom, RefusalAt, Report,
-    Timeline, Trace,
+    Shortages, Timeline, Trace,
 };
 use super::findings::{self, CARD_SHARE};
 use super::life::{self, Lives};
 use super::map::{self, MOST_RECTS, Source};
 use super::series::{self, Recorder};
+use super::shortages;
 use super::sites::Sites;
 
 /// Origins listed at the peak.
@@ -82,6 +83,7 @@ pub(crate) fn gather<O: Write, T: Write>(
     }
     lifetimes.from_before = peak.from_before;
     let notes = request.notes(&runs);
+    let shortages = runs.iter_mut().filter_map(|run| run.shortages.take()).collect();
     let (sites, frames) = sites.finish();
     // With a limit, requests that PyTorch refused are tried again; a smallest device serves them.
     let (floor, device) = (program.floor_bytes(capacity.is_some()), program.floor_bytes(true));
@@ -97,6 +99,7 @@ pub(crate) fn gather<O: Write, T: Write>(
         timeline,
         peak,
         lifetimes,
+        shortages,
         sites,
         frames,
         notes,
@@ -113,6 +116,7 @@ struct Run {
     refusals_passed_over: u64,
     pending_frees: u64,
     hurried_frees: u64,
+    shortages: Option<Shortages>,
 }
 
 impl Request<'_> {
@@ -163,6 +167,7 @@ impl Request<'_> {
             (outcome.live_peak_event, live_peak),
             (outcome.reserved_peak_event, reserved_peak),
         );
+        let shortages = shortages::of_replay(policy, &outcome);
         let refusal = outcome.oom.map(|refusal| RefusalAt {
             event: refusal.event,
             requested: refusal.requested,
@@ -196,7 +201,15 @@ impl Request<'_> {
         };
         let Outcome { refusals_passed_over, pending_frees, hurried_frees, .. } = outcome;
         let live = live.curve;
-        Ok(Run { policy, shown, live, refusals_passed_over, pending_frees, hurried_frees })
+        Ok(Run {
+            policy,
+            shown,
+            live,
+            refusals_passed_over,
+            pending_frees,
+            hurried_frees,
+            shortages,
+        })
     }
 
     /// Draws the address map of a run: where it failed if it did, because then those holes matter, else

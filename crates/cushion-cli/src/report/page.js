@@ -1,6 +1,7 @@
 // Draws the page, in the order it is read.
 
 drawFailures();
+drawShortages();
 drawHead();
 drawFindings();
 drawPolicies();

@@ -33,6 +33,18 @@ pub(crate) fn figures(page: &str) -> Value {
     serde_json::from_str(json).expect("the figures are JSON")
 }
 
+/// Two receipts of a run that is too large for its card, a line each: one survived, one refused.
+pub(crate) fn receipt_lines() -> (String, String) {
+    let folder = tempfile::tempdir().expect("a folder");
+    let file = folder.path().join("receipts.jsonl");
+    let (trace, to) = (trace("llama_varlen.capped24"), file.display().to_string());
+    let args = ["replay", &trace, "--capacity", "24GiB", "--ladder", "graceful"];
+    cushion(&[&args[..], &["--policy", "segments", "--receipts", &to]].concat());
+    let text = std::fs::read_to_string(file).expect("the receipts are written");
+    let line = |line: Option<&str>| line.expect("there are some").to_owned() + "\n";
+    (line(text.lines().next()), line(text.lines().last()))
+}
+
 /// Writes a snapshot of one device with these events.
 pub(crate) fn write_snapshot(path: &Path, events: &[Vec<u8>]) {
     write_with_segments(path, &[], events);

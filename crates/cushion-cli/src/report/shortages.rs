@@ -1,0 +1,87 @@
+//! Shortages for the page: those of each replay, and those of a run whose receipts are at hand.
+//!
+//! A file of receipts is anybody's: what is taken from it is bounded here, and escaped as everything else is.
+
+use std::cmp::Reverse;
+use std::fs::File;
+use std::io::BufReader;
+use std::path::Path;
+
+use anyhow::Context as _;
+use cushion_core::{Ended, Policy, Receipt, Rung};
+use cushion_trace::{Outcome, read_receipts};
+
+use crate::load::short;
+use crate::shortages::remedies;
+
+use super::data::{LiveGroup, RungTried, ShortageRow, Shortages};
+
+/// Receipts shown of each run.
+const MOST_ROWS: usize = 50;
+/// Groups of live allocations shown of each receipt.
+const MOST_GROUPS: usize = 3;
+/// Characters of a name.
+const MOST_NAME: usize = 80;
+
+/// The shortages of a replay, if it had any.
+pub(crate) fn of_replay(policy: Policy, outcome: &Outcome) -> Option<Shortages> {
+    let receipts: Vec<&Receipt> = outcome.receipts.iter().map(|receipt| &**receipt).collect();
+    (!receipts.is_empty()).then(|| Shortages {
+        name: policy.name().to_owned(),
+        told: outcome.tally.to_string(),
+        rows: rows(&receipts),
+        all: outcome.tally.shortages,
+        ..Shortages::default()
+    })
+}
+
+/// The shortages of another run, from its file of receipts.
+pub(crate) fn of_file(path: &Path) -> anyhow::Result<Shortages> {
+    let name = path.display().to_string();
+    let file = File::open(path).with_context(|| name.clone())?;
+    let read = read_receipts(BufReader::new(file)).with_context(|| name.clone())?;
+    let receipts: Vec<&Receipt> = read.latest.iter().collect();
+    Ok(Shortages {
+        name: short(&name),
+        from_file: true,
+        told: read.tally.to_string(),
+        rows: rows(&receipts),
+        all: read.tally.shortages,
+        torn: read.torn,
+    })
+}
+
+/// The rows to show, in order: those that were refused first of all, and the latest.
+fn rows(receipts: &[&Receipt]) -> Vec<ShortageRow> {
+    let mut shown: Vec<usize> = (0..receipts.len()).collect();
+    shown.sort_by_key(|&index| (receipts[index].outcome.is_survived(), Reverse(index)));
+    shown.truncate(MOST_ROWS);
+    shown.sort_unstable();
+    shown.into_iter().map(|index| row(receipts[index])).collect()
+}
+
+fn row(receipt: &Receipt) -> ShortageRow {
+    let rungs = receipt.shortage.tried.iter().take(Rung::ALL.len()).map(|tried| RungTried {
+        rung: tried.rung.name(),
+        ended: tried.ended.text(),
+        in_vain: tried.ended == Ended::Nothing && tried.won == 0,
+        won: tried.won,
+        ms: tried.took.as_secs_f64() * 1e3,
+    });
+    let groups = receipt.groups.iter().take(MOST_GROUPS);
+    let groups =
+        groups.map(|group| LiveGroup { each: group.each, count: group.count, bytes: group.bytes });
+    ShortageRow {
+        number: receipt.number,
+        device: receipt.device,
+        who: receipt.who.chars().take(MOST_NAME).collect(),
+        requested: receipt.shortage.requested,
+        outcome: receipt.outcome.text(),
+        survived: receipt.outcome.is_survived(),
+        injected: receipt.shortage.injected,
+        ms: receipt.took.as_secs_f64() * 1e3,
+        rungs: rungs.collect(),
+        remedies: remedies(receipt),
+        groups: groups.collect(),
+    }
+}

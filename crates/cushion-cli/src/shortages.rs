@@ -1,0 +1,78 @@
+//! What a replay says of its shortages: in words below the table, and as receipts in a file.
+
+use std::io::Write as _;
+use std::path::Path;
+
+use anyhow::Context as _;
+use cushion_core::size::display;
+use cushion_core::{Policy, Receipt};
+use cushion_trace::Outcome;
+use serde::Serialize;
+
+use crate::save::save;
+
+/// What would have made a request fit, in words; nothing if it was served.
+pub(crate) fn remedies(receipt: &Receipt) -> Vec<String> {
+    let shortage = &receipt.shortage;
+    // The figures may be from a file, and so anybody's: no device has that much.
+    if receipt.outcome.is_survived() || shortage.reserved.checked_add(shortage.size).is_none() {
+        return Vec::new();
+    }
+    shortage.remedies().iter().map(ToString::to_string).collect()
+}
+
+/// The shortages of a run in a few lines, `what` before the first; none if there were none.
+pub(crate) fn in_words(what: &str, outcome: &Outcome) -> Vec<String> {
+    if outcome.tally.shortages == 0 {
+        return Vec::new();
+    }
+    let mut first = format!("{what}: {}", outcome.tally);
+    let spilled = outcome.stats.spilled_bytes.peak;
+    if spilled > 0 {
+        first += &format!(", {} of host memory at the peak", display(spilled));
+    }
+    // The first that was refused is the one that the table is about.
+    let refused = outcome.receipts.iter().find(|receipt| !receipt.outcome.is_survived());
+    let remedies = refused.map(|receipt| remedies(receipt)).unwrap_or_default();
+    std::iter::once(first).chain(remedies.iter().map(|remedy| format!("    {remedy}"))).collect()
+}
+
+/// Receipts on their way to a file.
+#[derive(Debug, Default)]
+pub(crate) struct ReceiptLines {
+    text: Vec<u8>,
+}
+
+/// A receipt, and of what.
+#[derive(Serialize)]
+struct Line<'a> {
+    trace: &'a str,
+    policy: &'static str,
+    remedies: Vec<String>,
+    #[serde(flatten)]
+    receipt: &'a Receipt,
+}
+
+impl ReceiptLines {
+    /// Adds those of a run.
+    pub(crate) fn add(
+        &mut self,
+        trace: &str,
+        policy: Policy,
+        outcome: &Outcome,
+    ) -> anyhow::Result<()> {
+        for receipt in &outcome.receipts {
+            let remedies = remedies(receipt);
+            let line = Line { trace, policy: policy.name(), remedies, receipt };
+            serde_json::to_writer(&mut self.text, &line)?;
+            self.text.push(b'\n');
+        }
+        Ok(())
+    }
+
+    /// Writes them all.
+    pub(crate) fn save(&self, path: &Path) -> anyhow::Result<()> {
+        save(path, |file| file.write_all(&self.text))
+            .with_context(|| format!("cannot write {}", path.display()))
+    }
+}

@@ -1,0 +1,185 @@
+//! Receipts as lines of JSON in a file.
+//!
+//! Each is one write of a whole line to the end of the file, so that a process that is killed loses its last
+//! line at most, and several processes may share a file. What cannot be written is counted: a full disk is no
+//! reason to fail an allocation, nor to keep quiet.
+
+use std::fs::{self, File};
+use std::io::{self, ErrorKind, Read as _, Seek as _, SeekFrom, Write};
+use std::path::Path;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use cushion_core::Receipt;
+
+use crate::devices::DeviceEngine;
+use crate::error::Error;
+
+/// Receipts that could not be written.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub struct LostReceipts {
+    /// How many.
+    pub count: u64,
+    /// Why the first could not.
+    pub first: Option<String>,
+}
+
+/// Where the receipts of a device go.
+#[derive(Debug, Default)]
+pub(crate) struct ReceiptLog {
+    inner: Mutex<Inner<File>>,
+}
+
+#[derive(Debug)]
+struct Inner<W> {
+    file: Option<W>,
+    /// Whether the file may end in the middle of a line.
+    is_torn: bool,
+    lost: LostReceipts,
+    listens: bool,
+}
+
+impl<W> Default for Inner<W> {
+    fn default() -> Self {
+        Self { file: None, is_torn: false, lost: LostReceipts::default(), listens: false }
+    }
+}
+
+impl ReceiptLog {
+    fn inner(&self) -> MutexGuard<'_, Inner<File>> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn lost(&self) -> LostReceipts {
+        self.inner().lost.clone()
+    }
+}
+
+/// Writes every receipt of an engine to the end of a file from now on, as a line of JSON; to this one in the
+/// place of the one before. The file is made if need be. What [`Device::write_receipts`](crate::Device::write_receipts)
+/// does.
+pub fn write_receipts(engine: &DeviceEngine, path: impl AsRef<Path>) -> Result<(), Error> {
+    let path = path.as_ref();
+    let failed = |source| Error::Receipts { path: path.to_owned(), source: Arc::new(source) };
+    let file = File::options().append(true).create(true).open(path).map_err(failed)?;
+    let is_torn = ends_in_a_line(path);
+    let log = engine.driver().receipt_log();
+    let listens = {
+        let mut inner = log.inner();
+        (inner.file, inner.is_torn) = (Some(file), is_torn);
+        std::mem::replace(&mut inner.listens, true)
+    };
+    if !listens {
+        let log = Arc::clone(log);
+        engine.on_receipt(move |receipt| log.inner().write(receipt));
+    }
+    Ok(())
+}
+
+/// Whether a process that was killed left the file in the middle of a line. Pipes and the like have no end.
+fn ends_in_a_line(path: &Path) -> bool {
+    if !fs::metadata(path).is_ok_and(|what| what.is_file() && what.len() > 0) {
+        return false;
+    }
+    let last = File::open(path).and_then(|mut file| {
+        file.seek(SeekFrom::End(-1))?;
+        let mut last = [0];
+        file.read_exact(&mut last).map(|()| last[0])
+    });
+    last.is_ok_and(|last| last != b'\n')
+}
+
+impl<W: Write> Inner<W> {
+    fn write(&mut self, receipt: &Receipt) {
+        let Some(file) = &mut self.file else { return };
+        let mut line = if self.is_torn { b"\n".to_vec() } else { Vec::new() };
+        let written = serde_json::to_writer(&mut line, receipt).map_err(io::Error::from);
+        let written = written.and_then(|()| {
+            line.push(b'\n');
+            write_once(file, &line)
+        });
+        match written {
+            Ok(bytes) if bytes == line.len() => self.is_torn = false,
+            Ok(bytes) => {
+                self.is_torn |= bytes > 0;
+                self.lose(format!("{bytes} of its {} bytes could be written", line.len()));
+            }
+            Err(error) => self.lose(error.to_string()),
+        }
+    }
+
+    fn lose(&mut self, why: String) {
+        self.lost.count += 1;
+        self.lost.first.get_or_insert(why);
+    }
+}
+
+/// One write, whole or not: a second one for the rest might come after somebody else's line.
+fn write_once(file: &mut impl Write, line: &[u8]) -> io::Result<usize> {
+    loop {
+        match file.write(line) {
+            Err(error) if error.kind() == ErrorKind::Interrupted => {}
+            result => return result,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use cushion_core::{Engine, SimConfig, SimDriver, StreamId};
+
+    use super::*;
+
+    fn receipt() -> Arc<Receipt> {
+        let engine = Engine::new(SimDriver::new(SimConfig::with_capacity(1 << 20)));
+        engine.alloc(1 << 30, StreamId(0)).unwrap_err();
+        Arc::clone(&engine.receipts()[0])
+    }
+
+    /// A disk with so much room, that counts writes.
+    #[derive(Debug, Default)]
+    struct Disk {
+        room: usize,
+        text: Vec<u8>,
+        writes: u32,
+    }
+
+    impl Write for Disk {
+        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+            self.writes += 1;
+            if self.writes == 1 {
+                return Err(ErrorKind::Interrupted.into());
+            }
+            if self.room == 0 {
+                return Err(ErrorKind::StorageFull.into());
+            }
+            let taken = bytes.len().min(self.room);
+            self.text.extend_from_slice(&bytes[..taken]);
+            self.room -= taken;
+            Ok(taken)
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn what_does_not_fit_is_counted_and_the_next_line_is_whole() {
+        let receipt = receipt();
+        let length = serde_json::to_string(&*receipt).unwrap().len() + 1;
+        let disk = Disk { room: length + 10, ..Disk::default() };
+        let mut log = Inner { file: Some(disk), ..Inner::default() };
+        (0..3).for_each(|_| log.write(&receipt));
+        let why = format!("10 of its {length} bytes could be written");
+        assert_eq!(log.lost, LostReceipts { count: 2, first: Some(why) });
+        let disk = log.file.as_mut().unwrap();
+        assert_eq!(disk.writes, 1 + 3, "one write for each, and one that was interrupted");
+        disk.room = usize::MAX;
+        (0..2).for_each(|_| log.write(&receipt));
+        let disk = log.file.unwrap();
+        let read = cushion_trace::read_receipts(&disk.text[..]).unwrap();
+        assert_eq!((read.latest.len(), read.torn), (3, 1));
+        assert_eq!(log.lost.count, 2);
+    }
+}

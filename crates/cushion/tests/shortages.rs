@@ -1,0 +1,344 @@
+//! What Rust programs rely on when memory runs out, on the simulated device.
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::pin::{Pin, pin};
+    use std::sync::{Arc, Mutex};
+    use std::task::{Context, Poll, Wake, Waker};
+    use std::thread::{self, Thread};
+    use std::time::Duration;
+
+    use cushion::core::{Bell, Clock};
+    use cushion::{
+        AllocError, Buffer, BufferFuture, Device, Error, Outcome, Rung, Stream, SystemClock, Task,
+        set_budget,
+    };
+
+    const MIB: usize = 1 << 20;
+
+    fn gpu() -> Device {
+        Device::simulated(1 << 30)
+    }
+
+    fn alloc(gpu: &Device, mib: usize) -> Result<Buffer<u8>, Error> {
+        gpu.alloc_uninit(mib * MIB, &gpu.default_stream())
+    }
+
+    fn pause(millis: u64) {
+        SystemClock::new().wait(Duration::from_millis(millis), &Bell::default());
+    }
+
+    /// Wakes a thread.
+    struct Unparks(Thread);
+
+    impl Wake for Unparks {
+        fn wake(self: Arc<Self>) {
+            self.0.unpark();
+        }
+    }
+
+    fn block_on<F: Future>(future: F) -> F::Output {
+        let waker = Waker::from(Arc::new(Unparks(thread::current())));
+        let mut future = pin!(future);
+        loop {
+            match future.as_mut().poll(&mut Context::from_waker(&waker)) {
+                Poll::Ready(output) => return output,
+                Poll::Pending => thread::park(),
+            }
+        }
+    }
+
+    /// Polls once; whoever wakes it wakes nobody.
+    fn poll<T>(future: &mut BufferFuture<'_, T>) -> Poll<Result<Buffer<T>, Error>> {
+        Pin::new(future).poll(&mut Context::from_waker(Waker::noop()))
+    }
+
+    /// A thread that holds so much until it is told to give it back.
+    fn holder(gpu: &Device, mib: usize) -> impl FnOnce() + use<> {
+        let gpu = gpu.clone();
+        let (has, had) = std::sync::mpsc::channel();
+        let (drop_it, dropped) = std::sync::mpsc::channel::<()>();
+        let thread = thread::spawn(move || {
+            let buffer = alloc(&gpu, mib).unwrap();
+            has.send(()).unwrap();
+            let _ = dropped.recv();
+            drop(buffer);
+        });
+        had.recv().unwrap();
+        move || {
+            drop(drop_it);
+            thread.join().unwrap();
+        }
+    }
+
+    #[test]
+    fn a_callback_gives_up_what_the_program_can_do_without() {
+        let gpu = gpu();
+        let spare = Arc::new(Mutex::new(Some(alloc(&gpu, 600).unwrap())));
+        let pleas = Arc::new(Mutex::new(Vec::new()));
+        let (held, heard) = (Arc::clone(&spare), Arc::clone(&pleas));
+        let callback = gpu.on_shortage(0, move |plea| {
+            heard.lock().unwrap().push((plea.device, plea.bytes));
+            held.lock().unwrap().take();
+        });
+        drop(alloc(&gpu, 800).unwrap());
+        assert!(spare.lock().unwrap().is_none());
+        assert_eq!(*pleas.lock().unwrap(), [(0, 800 << 20)]);
+        let receipts = gpu.receipts();
+        assert_eq!(receipts[0].outcome, Outcome::Survived(Rung::Callbacks));
+        let stats = gpu.stats();
+        assert_eq!((stats.shortages, stats.shortages_survived), (1, 1));
+        assert!(gpu.remove_callback(callback));
+        assert!(!gpu.remove_callback(callback));
+        let _most = alloc(&gpu, 600).unwrap();
+        assert!(alloc(&gpu, 600).unwrap_err().is_out_of_memory());
+        assert_eq!(pleas.lock().unwrap().len(), 1, "nobody is asked any more");
+    }
+
+    #[test]
+    fn a_thread_waits_for_what_another_gives_back() {
+        let gpu = gpu();
+        let give_back = holder(&gpu, 800);
+        let waiting = gpu.clone();
+        let waiter = thread::spawn(move || alloc(&waiting, 700).map(drop));
+        pause(50);
+        give_back();
+        waiter.join().unwrap().unwrap();
+        assert_eq!(gpu.receipts()[0].outcome, Outcome::Survived(Rung::Wait));
+        assert_eq!(gpu.memory_allocated(), 0);
+    }
+
+    #[test]
+    fn a_budget_of_nothing_is_an_answer_at_once() {
+        let gpu = gpu();
+        let give_back = holder(&gpu, 800);
+        set_budget(Some(Duration::ZERO));
+        let refused = alloc(&gpu, 700).unwrap_err();
+        set_budget(None);
+        assert!(matches!(refused, Error::Alloc(AllocError::FullNow(_))), "{refused}");
+        give_back();
+        let gpu = Device::builder().conf("wait_ms:0").unwrap().simulated(1 << 30);
+        let give_back = holder(&gpu, 800);
+        assert!(alloc(&gpu, 700).unwrap_err().is_out_of_memory());
+        give_back();
+    }
+
+    #[test]
+    fn a_task_that_is_alone_is_told_to_split() {
+        let gpu = gpu();
+        let task = Task::new("batch", 0);
+        let _working = task.enter();
+        let _held = alloc(&gpu, 600).unwrap();
+        let refused = alloc(&gpu, 600).unwrap_err();
+        assert!(matches!(refused, Error::Alloc(AllocError::Split(_))), "{refused}");
+        assert_eq!(gpu.receipts()[0].who, "task batch");
+    }
+
+    /// What a thread allocates is its own, wherever it is dropped; unless it is a task's.
+    #[test]
+    fn what_is_handed_on_in_a_tasks_name_is_waited_for() {
+        let gpu = gpu();
+        let batch = Task::new("batch", 0);
+        let working = batch.enter();
+        let buffer = alloc(&gpu, 800).unwrap();
+        drop(working);
+        let worker = thread::spawn(move || {
+            let _working = batch.enter();
+            pause(30);
+            drop(buffer);
+        });
+        alloc(&gpu, 800).unwrap();
+        worker.join().unwrap();
+    }
+
+    #[test]
+    fn a_future_completes_when_another_thread_gives_memory_back() {
+        let gpu = gpu();
+        let stream = gpu.default_stream();
+        let give_back = holder(&gpu, 800);
+        let other = thread::spawn(move || {
+            pause(20);
+            give_back();
+        });
+        let buffer = block_on(gpu.alloc_zeros_async::<u32>(150 * MIB, &stream)).unwrap();
+        assert_eq!(buffer.len(), 150 * MIB);
+        other.join().unwrap();
+        // One that fits is ready at once.
+        let mut small = gpu.alloc_zeros_async::<u32>(9, &stream);
+        let Poll::Ready(Ok(small)) = poll(&mut small) else { panic!("there is room for it") };
+        assert_eq!(small.to_vec(&stream).unwrap(), [0; 9]);
+        drop((buffer, small));
+        assert_eq!(gpu.memory_allocated(), 0);
+    }
+
+    #[test]
+    fn futures_are_served_in_the_order_of_asking() {
+        let gpu = gpu();
+        let stream = gpu.default_stream();
+        let give_back = holder(&gpu, 900);
+        let mut first = gpu.alloc_uninit_async::<u8>(600 * MIB, &stream);
+        let mut second = gpu.alloc_uninit_async::<u8>(600 * MIB, &stream);
+        assert!(poll(&mut first).is_pending());
+        assert!(poll(&mut second).is_pending());
+        assert_eq!(gpu.engine().waiting(), 2);
+        give_back();
+        assert!(poll(&mut second).is_pending(), "it is not its turn");
+        let Poll::Ready(Ok(buffer)) = poll(&mut first) else { panic!("it is its turn") };
+        assert!(poll(&mut second).is_pending(), "there is no room");
+        drop(buffer);
+        let Poll::Ready(Ok(buffer)) = poll(&mut second) else { panic!("now it is") };
+        drop(buffer);
+        assert_eq!((gpu.memory_allocated(), gpu.engine().waiting()), (0, 0));
+    }
+
+    #[test]
+    fn a_dropped_future_gives_its_place_back() {
+        let gpu = gpu();
+        let stream = gpu.default_stream();
+        let give_back = holder(&gpu, 900);
+        let mut first = gpu.alloc_uninit_async::<u8>(600 * MIB, &stream);
+        let mut second = gpu.alloc_uninit_async::<u8>(600 * MIB, &stream);
+        assert!(poll(&mut first).is_pending());
+        assert!(poll(&mut second).is_pending());
+        give_back();
+        drop(first);
+        assert_eq!(gpu.engine().waiting(), 1);
+        let buffer = block_on(second).unwrap();
+        assert_eq!(gpu.receipts()[0].outcome, Outcome::GivenUp);
+        drop(buffer);
+        assert_eq!(gpu.memory_allocated(), 0);
+        // One that nobody ever polled has asked for nothing.
+        drop(gpu.alloc_zeros_async::<u8>(600 * MIB, &stream));
+        assert_eq!(gpu.receipts().len(), 2);
+    }
+
+    #[test]
+    fn futures_cross_threads_and_are_wrong_when_they_are_asked() {
+        fn is_send(_: &impl Send) {}
+        let (gpu, other) = (gpu(), gpu());
+        let mut wrong = gpu.alloc_zeros_async::<u64>(1, &other.default_stream());
+        is_send(&wrong);
+        assert!(matches!(poll(&mut wrong), Poll::Ready(Err(Error::OtherDevice))));
+        let stream = gpu.default_stream();
+        let long = gpu.alloc_zeros_async::<u64>(usize::MAX / 4, &stream);
+        assert!(matches!(block_on(long), Err(Error::TooLong { .. })));
+        let never = gpu.alloc_zeros_async::<u8>(2 << 30, &stream);
+        assert!(matches!(block_on(never), Err(Error::Alloc(AllocError::NeverFits(_)))));
+        // As a runtime takes them: with nothing borrowed.
+        let gpu = gpu.clone();
+        let moved = async move {
+            let stream: Stream = gpu.new_stream()?;
+            let buffer = gpu.alloc_zeros_async::<u8>(100, &stream).await?;
+            Ok::<_, Error>(buffer.len())
+        };
+        let thread = thread::spawn(move || block_on(moved));
+        assert_eq!(thread.join().unwrap().unwrap(), 100);
+    }
+
+    #[test]
+    fn memory_is_there_ahead_of_time() {
+        let gpu = gpu();
+        let stream = gpu.new_stream().unwrap();
+        gpu.prefetch(300 << 20, &stream).unwrap();
+        assert_eq!((gpu.memory_allocated(), gpu.memory_reserved()), (0, 300 << 20));
+        let misses = gpu.cache_stats().misses;
+        let _buffer = gpu.alloc_uninit::<u8>(300 * MIB, &stream).unwrap();
+        assert_eq!(gpu.cache_stats().misses, misses, "nothing is asked of the device");
+        assert!(gpu.prefetch(900 << 20, &stream).unwrap_err().is_out_of_memory());
+        let elsewhere = Device::simulated(1 << 30);
+        assert!(matches!(gpu.prefetch(1, &elsewhere.default_stream()), Err(Error::OtherDevice)));
+    }
+
+    #[test]
+    fn host_memory_serves_where_it_may() {
+        let conf = "spill_limit_mb:512,spill_over_mb:1";
+        let gpu = Device::builder().conf(conf).unwrap().simulated(1 << 30);
+        let stream = gpu.default_stream();
+        let _most = alloc(&gpu, 900).unwrap();
+        let spilled = gpu.alloc_copy(&vec![7_u8; 300 * MIB], &stream).unwrap();
+        assert_eq!(gpu.receipts()[0].outcome, Outcome::Survived(Rung::Spill));
+        assert_eq!(gpu.stats().spilled_bytes.current, 300 << 20);
+        assert_eq!(spilled.to_vec(&stream).unwrap(), vec![7; 300 * MIB]);
+        drop(spilled);
+        stream.synchronize().unwrap();
+        gpu.engine().process_events().unwrap();
+        assert_eq!(gpu.stats().spilled_bytes.current, 0);
+    }
+
+    #[test]
+    fn receipts_are_written_as_they_come_and_can_be_read() {
+        let gpu = gpu();
+        let folder = tempfile::tempdir().unwrap();
+        let bad = gpu.write_receipts(folder.path().join("no/such.jsonl")).unwrap_err();
+        assert!(bad.to_string().contains("no/such.jsonl"), "{bad}");
+        let path = folder.path().join("receipts.jsonl");
+        // What a process left that was killed.
+        fs::write(&path, "{\"number\":1,\"dev").unwrap();
+        gpu.write_receipts(&path).unwrap();
+        let _most = alloc(&gpu, 900).unwrap();
+        let read = || cushion_trace::read_receipts(&fs::read(&path).unwrap()[..]).unwrap();
+        for count in 1..=3_u64 {
+            let refused = alloc(&gpu, 200).unwrap_err();
+            let Error::Alloc(refused) = refused else { panic!("{refused}") };
+            assert_eq!(refused.shortage().unwrap().receipt, count);
+            let receipts = read();
+            assert_eq!((receipts.latest.len() as u64, receipts.torn), (count, 1));
+            assert_eq!(
+                receipts.latest.back().unwrap().shortage,
+                gpu.receipts().last().unwrap().shortage
+            );
+        }
+        // Another file takes its place; a device that is dropped keeps nothing open.
+        let other = folder.path().join("other.jsonl");
+        gpu.write_receipts(&other).unwrap();
+        alloc(&gpu, 200).unwrap_err();
+        assert_eq!(read().latest.len(), 3);
+        assert_eq!(fs::read_to_string(&other).unwrap().lines().count(), 1);
+        assert_eq!(gpu.lost_receipts().count, 0);
+    }
+
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn receipts_that_cannot_be_written_are_counted_and_fail_nothing() {
+        let gpu = gpu();
+        gpu.write_receipts("/dev/full").unwrap();
+        let _most = alloc(&gpu, 900).unwrap();
+        for count in 1..=2 {
+            assert!(alloc(&gpu, 200).unwrap_err().is_out_of_memory());
+            let lost = gpu.lost_receipts();
+            assert_eq!(lost.count, count);
+            assert!(lost.first.is_some_and(|why| why.contains("space")));
+        }
+    }
+
+    #[test]
+    fn failures_are_made_up_by_rule() {
+        let gpu = gpu();
+        gpu.inject(&"every=3; over=512MiB,at=cached".parse().unwrap());
+        assert!(alloc(&gpu, 1).is_ok() && alloc(&gpu, 1).is_ok());
+        let refused = alloc(&gpu, 1).unwrap_err();
+        assert!(refused.to_string().contains("injected"), "{refused}");
+        assert!(alloc(&gpu, 600).is_ok(), "served at a rung");
+        let receipts = gpu.receipts();
+        assert_eq!(receipts[1].outcome, Outcome::Survived(Rung::Cached));
+        assert!(receipts.iter().all(|receipt| receipt.shortage.injected));
+        gpu.stop_injecting();
+        assert!((0..9).all(|_| alloc(&gpu, 1).is_ok()));
+    }
+
+    #[test]
+    fn calls_of_the_driver_are_made_to_fail() {
+        let gpu = gpu();
+        gpu.inject(&"driver=alloc,nth=1; driver=alloc,nth=3,fault=999".parse().unwrap());
+        let full = alloc(&gpu, 100).unwrap_err();
+        assert!(full.is_out_of_memory(), "{full}");
+        let _kept = alloc(&gpu, 100).unwrap();
+        let broken = alloc(&gpu, 100).unwrap_err();
+        assert!(matches!(broken, Error::Alloc(AllocError::Driver(_))), "{broken}");
+        assert!(broken.to_string().contains("error 999"), "{broken}");
+        gpu.stop_injecting();
+        assert!(alloc(&gpu, 100).is_ok());
+        gpu.engine().check_invariants().unwrap();
+    }
+}

@@ -1,0 +1,89 @@
+//! What a program can do about a shortage: a callback, waiting, a future, host memory, and the receipts of it all.
+//!
+//! Needs no GPU: `cargo run --example shortages`.
+
+#![expect(clippy::print_stdout, reason = "what an example is for")]
+
+use std::future::Future;
+use std::pin::pin;
+use std::sync::{Arc, Barrier, Mutex};
+use std::task::{Context, Poll, Wake, Waker};
+use std::thread::{self, Thread};
+
+use cushion::{Device, Error, Outcome, Rung};
+
+const MIB: usize = 1 << 20;
+
+fn main() -> Result<(), Error> {
+    // A GPU of 1 GiB, and 256 MiB of the host's memory for when nothing else is left.
+    let gpu = Device::builder().conf("spill_limit_mb:256,wait_ms:5000")?.simulated(1 << 30);
+    let stream = gpu.new_stream()?;
+    let receipts = std::env::temp_dir().join(format!("shortages-{}.jsonl", std::process::id()));
+    gpu.write_receipts(&receipts)?;
+
+    // A callback gives up what the program can make again.
+    let cache = Arc::new(Mutex::new(Some(gpu.alloc_zeros::<u8>(600 * MIB, &stream)?)));
+    let held = Arc::clone(&cache);
+    let callback = gpu.on_shortage(0, move |plea| {
+        println!("asked for {} MiB: the cache goes", plea.bytes >> 20);
+        held.lock().expect("nobody panicked").take();
+    });
+    drop(gpu.alloc_zeros::<u8>(800 * MIB, &stream)?);
+    gpu.remove_callback(callback);
+
+    // What another thread holds is waited for. A future waits without a thread.
+    let both = Barrier::new(2);
+    thread::scope(|scope| {
+        let other = scope.spawn(|| {
+            let batch = gpu.alloc_zeros::<u8>(800 * MIB, &gpu.default_stream());
+            both.wait();
+            batch.map(drop)
+        });
+        both.wait();
+        let waited = gpu.alloc_zeros::<u8>(700 * MIB, &stream).map(drop);
+        other.join().expect("no panic").and(waited)
+    })?;
+    let buffer = block_on(gpu.alloc_zeros_async::<f32>(200 * MIB, &stream))?;
+
+    // Nobody else holds any: host memory serves, more slowly.
+    let spilled = gpu.alloc_zeros::<u8>(240 * MIB, &stream)?;
+    gpu.alloc_zeros::<u8>(500 * MIB, &stream).expect_err("not even that is enough");
+    drop((buffer, spilled));
+
+    for receipt in gpu.receipts() {
+        println!("{receipt}");
+        if !receipt.outcome.is_survived() {
+            receipt.shortage.remedies().iter().for_each(|remedy| println!("    {remedy}"));
+        }
+    }
+    let survived = |rung| {
+        let outcome = Outcome::Survived(rung);
+        gpu.receipts().iter().any(|receipt| receipt.outcome == outcome)
+    };
+    assert!(survived(Rung::Callbacks) && survived(Rung::Spill));
+    let lines = std::fs::read_to_string(&receipts).map_or(0, |text| text.lines().count());
+    assert_eq!(lines, gpu.receipts().len());
+    let _ = std::fs::remove_file(&receipts);
+    let stats = gpu.stats();
+    println!("{} shortages, {} survived", stats.shortages, stats.shortages_survived);
+    println!("ok");
+    Ok(())
+}
+
+/// The smallest runtime there is: any other does as well.
+fn block_on<F: Future>(future: F) -> F::Output {
+    struct Unparks(Thread);
+    impl Wake for Unparks {
+        fn wake(self: Arc<Self>) {
+            self.0.unpark();
+        }
+    }
+    let waker = Waker::from(Arc::new(Unparks(thread::current())));
+    let mut future = pin!(future);
+    loop {
+        match future.as_mut().poll(&mut Context::from_waker(&waker)) {
+            Poll::Ready(output) => return output,
+            Poll::Pending => thread::park(),
+        }
+    }
+}
