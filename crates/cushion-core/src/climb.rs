@@ -12,6 +12,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use self::end::Figures;
 use crate::backoff::Backoff;
 use crate::clock::Bell;
 use crate::driver::{Driver, DriverError, DriverResult};
@@ -57,6 +58,8 @@ pub(crate) struct Climb {
     /// Whether it fell short: before that, it was only a miss.
     short: bool,
     tries: u64,
+    /// What was held when it fell short.
+    figures: Option<Box<Figures>>,
     rungs: Vec<Tried>,
     /// For each rung, the count of changes when it last won nothing.
     vain: [Option<u64>; Rung::ALL.len()],
@@ -196,6 +199,7 @@ impl<D: Driver> Engine<D> {
             deadline: started.saturating_add(budget),
             short: false,
             tries: 0,
+            figures: None,
             rungs: Vec::new(),
             vain: [None; Rung::ALL.len()],
             seen: None,
@@ -210,10 +214,10 @@ impl<D: Driver> Engine<D> {
         };
         match attempt {
             Attempt::Queue => {
-                climb.short = true;
+                self.fall_short(&mut climb);
                 climb.at = climb.index_of(Rung::Wait);
             }
-            Attempt::Injected(_) => climb.short = true,
+            Attempt::Injected(_) => self.fall_short(&mut climb),
             Attempt::Miss | Attempt::Served(_) => {}
         }
         climb

@@ -40,11 +40,12 @@ pub struct Receipt {
     pub context: Context,
     /// How it ended.
     pub outcome: Outcome,
-    /// The figures when it ended, and each rung.
+    /// The figures and each rung. The figures are those of the moment it fell short if it was survived, and of the end
+    /// if it was refused.
     pub shortage: Shortage,
-    /// The largest groups of live allocations when it ended, the largest first.
+    /// The largest groups of live allocations at that moment, the largest first.
     pub groups: Vec<Group>,
-    /// Who held live memory when it ended, the most first.
+    /// Who held live memory at that moment, the most first.
     pub holders: Vec<Holder>,
 }
 

@@ -21,6 +21,7 @@ mod refusal;
 mod snapshot;
 mod stacks;
 mod symbols;
+mod threads;
 mod throw;
 
 use pyo3::prelude::*;

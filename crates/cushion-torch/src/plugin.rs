@@ -11,6 +11,7 @@ use crate::gil;
 use crate::profiler::{self, Totals};
 use crate::recorder::{self, Level};
 use crate::refusal;
+use crate::threads;
 use crate::throw::Failure;
 
 /// How many devices PyTorch counted.
@@ -118,6 +119,7 @@ pub(crate) fn record_stream(address: u64, stream: StreamId) -> Result<(), Failur
 
 /// PyTorch starts.
 pub(crate) fn init(count: i64) {
+    threads::know();
     DEVICE_COUNT.fetch_max(count, Ordering::Relaxed);
 }
 

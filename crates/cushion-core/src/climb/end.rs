@@ -10,13 +10,27 @@ use crate::history::Action;
 use crate::ladder::Rung;
 use crate::locked::Locked;
 use crate::owner;
-use crate::policy::Request;
 use crate::pool::PoolId;
 use crate::queue::Verdict;
-use crate::receipt::{Outcome, Receipt};
+use crate::receipt::{Group, Holder, Outcome, Receipt};
 use crate::stats::LaneFigures;
 
+/// What was held at one moment of a shortage.
+#[derive(Debug)]
+pub(super) struct Figures {
+    shortage: Shortage,
+    groups: Vec<Group>,
+    holders: Vec<Holder>,
+}
+
 impl<D: Driver> Engine<D> {
+    /// The request falls short from now on: neither a free block nor the driver serves it.
+    pub(super) fn fall_short(&self, climb: &mut Climb) {
+        climb.short = true;
+        let figures = self.locked(|engine| engine.figures(climb));
+        climb.figures = Some(Box::new(figures));
+    }
+
     pub(super) fn survive(
         &self,
         climb: &mut Climb,
@@ -72,7 +86,7 @@ impl<D: Driver> Engine<D> {
     pub(super) fn end(&self, climb: &mut Climb, outcome: Outcome) -> Shortage {
         let took = self.clock.now().saturating_sub(climb.started);
         let number = self.receipts.number();
-        let (shortage, (groups, holders), bells) = self.locked(|mut engine| {
+        let (figures, bells) = self.locked(|mut engine| {
             if outcome.is_survived() {
                 engine.counters.misses.add(1);
                 engine.state.queue.passed_over(climb.asker.ticket);
@@ -82,13 +96,16 @@ impl<D: Driver> Engine<D> {
                 engine.gave_way(climb.asker.owner);
             }
             engine.state.pay_attention();
-            let request = engine.request_of(climb);
-            let free = engine.driver.memory_info().ok().map(|info| info.free);
-            engine.count_shortage(&request, climb, outcome, free, took);
-            let shortage = engine.shortage(&request, climb, number, free);
-            (shortage, engine.who_holds_what(), bells)
+            // What was held when it fell short, if it was served; else what is held now.
+            let before = climb.figures.take().filter(|_| outcome.is_survived());
+            let mut figures = before.map_or_else(|| engine.figures(climb), |figures| *figures);
+            figures.shortage.receipt = number;
+            figures.shortage.tried = climb.rungs.clone();
+            engine.count_shortage(&figures.shortage, climb, outcome, took);
+            (figures, bells)
         });
         ring(bells);
+        let Figures { shortage, groups, holders } = figures;
         self.receipts.file(Receipt {
             number,
             device: self.device.device,
@@ -107,12 +124,11 @@ impl<D: Driver> Engine<D> {
 }
 
 impl<D: Driver> Locked<'_, D> {
-    pub(super) fn count_shortage(
+    fn count_shortage(
         &mut self,
-        request: &Request,
+        shortage: &Shortage,
         climb: &Climb,
         outcome: Outcome,
-        free: Option<u64>,
         took: Duration,
     ) {
         let nanos = u64::try_from(took.as_nanos()).unwrap_or(u64::MAX);
@@ -125,23 +141,20 @@ impl<D: Driver> Locked<'_, D> {
         } else {
             self.counters.shortages_refused.add(1);
             self.counters.num_ooms.add(1);
-            let place = (request.stream, request.pool);
-            let context = climb.asked.context;
-            self.record(Action::OutOfMemory, free.unwrap_or(0), request.size, place, context);
+            let request = self.request_of(climb);
+            let (place, free) = ((request.stream, request.pool), shortage.device_free.unwrap_or(0));
+            self.record(Action::OutOfMemory, free, request.size, place, climb.asked.context);
         }
     }
 
-    pub(super) fn shortage(
-        &self,
-        request: &Request,
-        climb: &Climb,
-        receipt: u64,
-        device_free: Option<u64>,
-    ) -> Shortage {
+    /// What is held now, by whom and for what.
+    pub(super) fn figures(&self, climb: &Climb) -> Figures {
+        let request = self.request_of(climb);
         let stats = self.counters.read(self.lanes);
         let private = |lane: &&LaneFigures| lane.pool != PoolId::DEFAULT;
-        Shortage {
-            receipt,
+        let (active, allocated) = (&stats.active_bytes.all, &stats.allocated_bytes.all);
+        let shortage = Shortage {
+            receipt: 0,
             requested: request.requested,
             size: request.size,
             wanted: request.wanted,
@@ -149,17 +162,19 @@ impl<D: Driver> Locked<'_, D> {
             pool: self.state.pools[request.pool].id,
             policy: self.state.policy,
             device_total: self.device.total,
-            device_free,
+            device_free: self.driver.memory_info().ok().map(|info| info.free),
             allowed: self.state.limit,
             reserved: stats.reserved_bytes.all.current,
-            allocated: stats.allocated_bytes.all.current,
-            pending: stats.active_bytes.all.current - stats.allocated_bytes.all.current,
+            allocated: allocated.current,
+            pending: active.current.saturating_sub(allocated.current),
             spilled: stats.spilled_bytes.current,
             private_free: stats.lanes.iter().filter(private).map(|lane| lane.free_bytes).sum(),
             largest_free: stats.largest_free_block(),
             recording: self.is_recording(),
             injected: climb.was_injected,
-            tried: climb.rungs.clone(),
-        }
+            tried: Vec::new(),
+        };
+        let (groups, holders) = self.who_holds_what();
+        Figures { shortage, groups, holders }
     }
 }

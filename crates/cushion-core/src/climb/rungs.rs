@@ -29,7 +29,9 @@ impl<D: Driver> Engine<D> {
         match self.locked(|mut engine| engine.serve_new(climb)) {
             Ok(Some(address)) => Visit::Served(address, 0),
             Ok(None) => {
-                climb.short = true;
+                if !climb.short {
+                    self.fall_short(climb);
+                }
                 let is_too_large = |wanted| wanted > self.device.total;
                 if is_too_large(self.locked(|engine| engine.request_of(climb).wanted)) {
                     // Nothing on the device could help.
