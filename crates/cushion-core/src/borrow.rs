@@ -6,6 +6,7 @@
 //! which could lay it out anew for everybody.
 
 use crate::block::BlockId;
+use crate::drain::{Drained, Work};
 use crate::driver::{Driver, DriverResult, StreamId};
 use crate::history::Context;
 use crate::locked::{Found, Locked};
@@ -48,6 +49,7 @@ impl<D: Driver> Locked<'_, D> {
         &mut self,
         request: &Request,
         lend: Lend,
+        drained: &Drained,
         context: Context,
     ) -> DriverResult<Option<u64>> {
         if self.state.pools[request.pool].id != PoolId::DEFAULT {
@@ -65,7 +67,9 @@ impl<D: Driver> Locked<'_, D> {
             lanes.extend(streams.filter(|&it| it != request.stream).map(|stream| (pool, stream)));
         }
         for (pool, stream) in lanes {
-            if let Some(address) = self.borrow_from(pool, stream, request, lend, context)? {
+            if let Some(address) =
+                self.borrow_from((pool, stream), request, lend, drained, context)?
+            {
                 return Ok(Some(address));
             }
         }
@@ -77,20 +81,40 @@ impl<D: Driver> Locked<'_, D> {
         if self.state.pools[request.pool].id != PoolId::DEFAULT {
             return Ok(false);
         }
-        for pool in [PoolTable::SMALL, PoolTable::LARGE] {
-            let streams: Vec<_> =
-                self.state.pools[pool].lanes().map(|(stream, _)| stream).collect();
-            for stream in streams {
-                let there = Request { pool, stream, ..*request };
-                if stream != request.stream
-                    && self.lendable(&there, Lend::Pieces).is_some()
-                    && !self.is_idle(stream)?
-                {
-                    return Ok(true);
-                }
+        let mut under_way = false;
+        for lane in self.lending_lanes(request) {
+            let work = self.work_on(lane, Some(request.stream), &Drained::default())?;
+            under_way |= work == Work::UnderWay;
+        }
+        Ok(under_way)
+    }
+
+    /// The streams to be waited for before pieces of their memory can be borrowed.
+    pub(crate) fn streams_lending_pieces(
+        &mut self,
+        request: &Request,
+    ) -> DriverResult<Vec<StreamId>> {
+        let mut streams = Vec::new();
+        for lane in self.lending_lanes(request) {
+            if self.work_on(lane, Some(request.stream), &Drained::default())? == Work::Unknown {
+                streams.push(lane.1);
             }
         }
-        Ok(false)
+        streams.sort_unstable();
+        streams.dedup();
+        Ok(streams)
+    }
+
+    /// The lanes of other streams that have a block for the request.
+    fn lending_lanes(&self, request: &Request) -> Vec<(PoolIndex, StreamId)> {
+        let pools = [PoolTable::SMALL, PoolTable::LARGE].into_iter();
+        let lanes = pools
+            .flat_map(|pool| self.state.pools[pool].lanes().map(move |(stream, _)| (pool, stream)));
+        let others = lanes.filter(|&(_, stream)| stream != request.stream);
+        let lends = |&(pool, stream): &(PoolIndex, StreamId)| {
+            self.lendable(&Request { pool, stream, ..*request }, Lend::Pieces).is_some()
+        };
+        others.filter(lends).collect()
     }
 
     /// The block of a lane that may be borrowed for a request, if its stream is not at work.
@@ -107,16 +131,18 @@ impl<D: Driver> Locked<'_, D> {
 
     fn borrow_from(
         &mut self,
-        pool: PoolIndex,
-        stream: StreamId,
+        (pool, stream): (PoolIndex, StreamId),
         request: &Request,
         lend: Lend,
+        drained: &Drained,
         context: Context,
     ) -> DriverResult<Option<u64>> {
         let policy = self.state.policy;
         let there = Request { pool, stream, ..*request };
         let Some(block) = self.lendable(&there, lend) else { return Ok(None) };
-        if stream != request.stream && !self.is_idle(stream)? {
+        if stream != request.stream
+            && self.work_on((pool, stream), Some(request.stream), drained)? != Work::Done
+        {
             return Ok(None);
         }
         let address = self.hand_out(Found { block, policy }, &there, context);

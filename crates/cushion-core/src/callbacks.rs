@@ -83,10 +83,13 @@ impl Callbacks {
     }
 
     pub(crate) fn remove(&self, id: CallbackId) -> bool {
-        let mut inner = self.inner();
-        let before = inner.all.len();
-        inner.all.retain(|callback| callback.id != id);
-        inner.all.len() < before
+        // What it captured is the caller's: it goes with no lock held.
+        let removed = {
+            let mut inner = self.inner();
+            let index = inner.all.iter().position(|callback| callback.id == id);
+            index.map(|index| inner.all.remove(index))
+        };
+        removed.is_some()
     }
 
     /// Calls them in order until `enough` says so. No lock may be held.

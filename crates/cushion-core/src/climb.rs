@@ -63,8 +63,12 @@ pub(crate) struct Climb {
     rungs: Vec<Tried>,
     /// For each rung, the count of changes when it last won nothing.
     vain: [Option<u64>; Rung::ALL.len()],
-    /// Changes, and what the device had free, when it last went up from the bottom.
-    seen: Option<(u64, Option<u64>)>,
+    /// What there was when it last went up from the bottom.
+    seen: Option<Seen>,
+    /// Whether it went up once more after its time was up.
+    tried_last: bool,
+    /// Whether it is over, and counted.
+    ended: bool,
     /// Whether work was under way, when it last looked, that memory may come from.
     awaits_work: bool,
     /// What callbacks won so far; they are asked again only if they won something.
@@ -77,6 +81,37 @@ pub(crate) struct Climb {
     was_injected: bool,
     verdict: Option<Verdict>,
     fault: Option<DriverError>,
+}
+
+/// What there is that a request could be served from: it goes up again only if there is more.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Seen {
+    /// What could still be got from the device.
+    room: u64,
+    /// That, and what is cached.
+    available: u64,
+    largest: u64,
+}
+
+impl Seen {
+    /// Whether there is more of something than before.
+    fn is_more_than(&self, before: &Self) -> bool {
+        self.room > before.room
+            || self.available > before.available
+            || self.largest > before.largest
+    }
+}
+
+/// A climb that leaves no trace in the queue if its thread panics.
+struct OnItsWay<'a, D: Driver> {
+    engine: &'a Engine<D>,
+    climb: Climb,
+}
+
+impl<D: Driver> Drop for OnItsWay<'_, D> {
+    fn drop(&mut self) {
+        self.engine.leave(&mut self.climb);
+    }
 }
 
 /// How far a climb got.
@@ -178,11 +213,7 @@ impl<D: Driver> Engine<D> {
             let state = engine.state;
             (state.ladder, state.options.clone(), state.queue.ticket(), owner)
         });
-        let budget = if owner::is_in_callback() {
-            Duration::ZERO
-        } else {
-            owner::budget().unwrap_or(Duration::from_millis(options.wait_ms))
-        };
+        let budget = if owner::is_in_callback() { Duration::ZERO } else { asked.budget(&options) };
         let asked = Asked { owner, ..*asked };
         let injected = match attempt {
             Attempt::Injected(injected) => Some(*injected),
@@ -190,7 +221,7 @@ impl<D: Driver> Engine<D> {
         };
         let mut climb = Climb {
             asked,
-            asker: Asker { ticket, owner, priority: owner::priority(), blocks: asked.blocks },
+            asker: Asker { ticket, owner, priority: asked.priority(), blocks: asked.blocks },
             ladder,
             backoff: Backoff::new(&options, self.seed.wrapping_add(ticket)),
             options,
@@ -203,6 +234,8 @@ impl<D: Driver> Engine<D> {
             rungs: Vec::new(),
             vain: [None; Rung::ALL.len()],
             seen: None,
+            tried_last: false,
+            ended: false,
             awaits_work: false,
             called: None,
             bell: Arc::default(),
@@ -213,10 +246,8 @@ impl<D: Driver> Engine<D> {
             fault: None,
         };
         match attempt {
-            Attempt::Queue => {
-                self.fall_short(&mut climb);
-                climb.at = climb.index_of(Rung::Wait);
-            }
+            // Whether it is short of memory shows when its turn has come.
+            Attempt::Queue => climb.at = climb.index_of(Rung::Wait),
             Attempt::Injected(_) => self.fall_short(&mut climb),
             Attempt::Miss | Attempt::Served(_) => {}
         }
@@ -226,9 +257,10 @@ impl<D: Driver> Engine<D> {
     /// Climbs, on a thread that waits where it has to.
     #[cold]
     pub(crate) fn climb(&self, asked: &Asked, attempt: &Attempt) -> Result<u64, AllocError> {
-        let mut climb = self.begin_climb(asked, attempt);
+        let mut on_its_way = OnItsWay { engine: self, climb: self.begin_climb(asked, attempt) };
+        let climb = &mut on_its_way.climb;
         loop {
-            match self.advance(&mut climb) {
+            match self.advance(climb) {
                 Progress::Done(result) => return result,
                 Progress::Wait(at_most) => self.clock.wait(at_most, &climb.bell),
             }
@@ -237,11 +269,7 @@ impl<D: Driver> Engine<D> {
 
     /// Goes up until the request is served, refused, or has to wait.
     pub(crate) fn advance(&self, climb: &mut Climb) -> Progress {
-        if let Some((rung, since)) = climb.pausing.take() {
-            let paused = self.clock.now().saturating_sub(since);
-            climb.note_time(rung, paused);
-            self.waited.add(paused);
-        }
+        self.end_pause(climb);
         if climb.injected.is_some_and(|injected| injected.at.is_none()) {
             return Progress::Done(self.refuse(climb));
         }
@@ -298,7 +326,10 @@ impl<D: Driver> Engine<D> {
                         return Progress::Done(self.broken(climb, step.rung, error));
                     }
                     climb.note(step.rung, Ended::Failed, 0, took);
-                    climb.fault.get_or_insert(error);
+                    // A device that cannot use host memory is no broken one.
+                    if step.rung != Rung::Spill {
+                        climb.fault.get_or_insert(error);
+                    }
                     climb.at += 1;
                 }
             }
@@ -306,15 +337,32 @@ impl<D: Driver> Engine<D> {
         Progress::Done(self.refuse(climb))
     }
 
+    /// Counts the pause that is over.
+    fn end_pause(&self, climb: &mut Climb) {
+        if let Some((rung, since)) = climb.pausing.take() {
+            let paused = self.clock.now().saturating_sub(since);
+            climb.note_time(rung, paused);
+            self.waited.add(paused);
+        }
+    }
+
     /// The request is given up by who made it.
     pub(crate) fn abandon(&self, climb: &mut Climb) {
-        self.end(climb, Outcome::GivenUp);
+        self.end_pause(climb);
+        if climb.short {
+            self.end(climb, Outcome::GivenUp);
+        } else {
+            self.leave(climb);
+        }
     }
 
     fn visit(&self, climb: &mut Climb, step: Step) -> Visit {
         let rung = step.rung;
         if climb.options.skip_rungs.contains(rung) {
             return Visit::Left(Ended::Off);
+        }
+        if climb.asked.ahead && matches!(rung, Rung::Borrow | Rung::Pieces | Rung::Spill) {
+            return Visit::Pass;
         }
         if let Some(at) = climb.injected.and_then(|injected| injected.at) {
             if climb.at < climb.index_of(at) {

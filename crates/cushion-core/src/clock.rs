@@ -68,13 +68,12 @@ impl Bell {
 
     /// The next ring wakes this future; if it was rung already, at once.
     pub(crate) fn wakes(&self, waker: &Waker) {
-        let rung = {
+        // Cloned and dropped with no lock held: a waker is a runtime's own code.
+        let new = waker.clone();
+        let (rung, _old) = {
             let mut inner = self.inner();
             let rung = std::mem::take(&mut inner.rung);
-            if !rung {
-                inner.waker = Some(waker.clone());
-            }
-            rung
+            (rung, if rung { Some(new) } else { inner.waker.replace(new) })
         };
         if rung {
             waker.wake_by_ref();

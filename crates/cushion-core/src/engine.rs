@@ -1,5 +1,6 @@
 //! The front door: one engine per device.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, TryLockError};
 
 use rustc_hash::FxHashMap;
@@ -60,7 +61,10 @@ pub struct Engine<D: Driver> {
 
 /// Wakes those who wait. No lock may be held.
 pub(crate) fn ring(bells: impl IntoIterator<Item = Arc<Bell>>) {
-    bells.into_iter().for_each(|bell| bell.ring());
+    for bell in bells {
+        // What a future's waker panics with is not the business of who gave memory back.
+        let _ = catch_unwind(AssertUnwindSafe(|| bell.ring()));
+    }
 }
 
 /// How to build an [`Engine`] that is not the default one.
@@ -170,6 +174,12 @@ impl<D: Driver> Engine<D> {
         self.captures.read().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// As [`no_capture_begins`](Self::no_capture_begins), unless one may be under way.
+    pub(crate) fn outside_captures(&self) -> Option<RwLockReadGuard<'_, ()>> {
+        let guard = self.no_capture_begins();
+        (!self.locked(|engine| engine.is_recording())).then_some(guard)
+    }
+
     /// Changes something that may help those who wait for memory, and wakes them.
     fn changing<T>(&self, f: impl FnOnce(Locked<'_, D>) -> T) -> T {
         let result = self.locked(f);
@@ -195,7 +205,7 @@ impl<D: Driver> Engine<D> {
         if bytes == 0 {
             return Ok(0);
         }
-        let asked = Asked { bytes, stream, context, owner: owner::current(), blocks: true };
+        let asked = Asked::by_thread(bytes, stream, context);
         match self.locked(|mut engine| engine.alloc(&asked))? {
             Attempt::Served(address) => Ok(address),
             attempt => self.climb(&asked, &attempt),
@@ -213,7 +223,7 @@ impl<D: Driver> Engine<D> {
         if bytes == 0 {
             return Ok(Some(0));
         }
-        let asked = Asked { bytes, stream, context, owner: owner::current(), blocks: true };
+        let asked = Asked::by_thread(bytes, stream, context);
         self.locked(|mut engine| engine.alloc_at_once(&asked))
     }
 
@@ -239,9 +249,13 @@ impl<D: Driver> Engine<D> {
         if bytes == 0 || self.would_hit(bytes, stream) {
             return Ok(());
         }
-        let address = self.alloc(bytes, stream)?;
-        let freed = self.free(address);
-        debug_assert!(freed.is_ok(), "allocated a moment ago");
+        let asked = Asked { ahead: true, ..Asked::by_thread(bytes, stream, Context::NONE) };
+        let address = match self.locked(|mut engine| engine.alloc(&asked))? {
+            Attempt::Served(address) => address,
+            attempt => self.climb(&asked, &attempt)?,
+        };
+        // A free whose event could not be recorded is completed later.
+        let _ = self.free(address);
         Ok(())
     }
 
@@ -269,7 +283,7 @@ impl<D: Driver> Engine<D> {
 
     /// Something was given back: wakes those who wait for it.
     #[cold]
-    fn wake(&self) {
+    pub(crate) fn wake(&self) {
         ring(self.locked(|engine| engine.state.queue.changed()));
     }
 
@@ -393,7 +407,9 @@ impl<D: Driver> Engine<D> {
 
     /// Allocations go to `pool` no longer.
     pub fn end_allocate_to_pool(&self, pool: PoolId) -> Result<(), PoolError> {
-        self.changing(|mut engine| engine.end_pool(pool))
+        // The filter is the caller's: it goes with no lock held.
+        let ended = self.changing(|mut engine| engine.end_pool(pool));
+        ended.map(drop)
     }
 
     /// Takes one use from `pool`. At the last its memory may be given back.
@@ -418,6 +434,8 @@ impl<D: Driver> Engine<D> {
         } else {
             state.pools.use_on_oom.remove(&pool);
         }
+        drop(state);
+        self.wake();
         Ok(())
     }
 
@@ -434,16 +452,21 @@ impl<D: Driver> Engine<D> {
     /// Applies a `PYTORCH_CUDA_ALLOC_CONF` string; on error nothing changes. Returns the keys that
     /// are not ours.
     pub fn configure(&self, conf: &str) -> Result<Vec<NotOurs>, OptionsError> {
-        let mut state = self.lock();
-        let mut options = state.options.clone();
-        let not_ours = options.apply(conf)?;
-        self.adopt(&mut state, options);
+        let not_ours = {
+            let mut state = self.lock();
+            let mut options = state.options.clone();
+            let not_ours = options.apply(conf)?;
+            self.adopt(&mut state, options);
+            not_ours
+        };
+        self.wake();
         Ok(not_ours)
     }
 
     /// Replaces all options.
     pub fn set_options(&self, options: Options) {
         self.adopt(&mut self.lock(), options);
+        self.wake();
     }
 
     fn adopt(&self, state: &mut State, options: Options) {
@@ -493,9 +516,10 @@ impl<D: Driver> Engine<D> {
 
     /// Changes the policy. Memory that another policy laid out stays as it is until it is given back.
     pub fn set_policy(&self, policy: Policy) {
-        let mut state = self.lock();
-        state.policy = policy;
-        state.options.expandable_segments = policy == Policy::Expandable;
+        self.changing(|engine| {
+            engine.state.policy = policy;
+            engine.state.options.expandable_segments = policy == Policy::Expandable;
+        });
     }
 
     /// Limits this engine to a fraction of the device; 1 takes the limit away.

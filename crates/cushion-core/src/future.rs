@@ -1,7 +1,7 @@
 //! An allocation as a future of any runtime.
 
 use std::pin::Pin;
-use std::task::{Context as Polled, Poll};
+use std::task::{Context as Polled, Poll, Waker};
 use std::time::Duration;
 
 use crate::climb::{Climb, Progress};
@@ -20,8 +20,8 @@ pub struct AllocFuture<'a, D: Driver> {
     engine: &'a Engine<D>,
     asked: Asked,
     climb: Option<Box<Climb>>,
-    /// When the clock will wake it, if it was asked to.
-    alarm: Option<Duration>,
+    /// When the clock will wake whom, if it was asked to.
+    alarm: Option<(Duration, Waker)>,
     done: bool,
 }
 
@@ -32,7 +32,8 @@ impl<'a, D: Driver> AllocFuture<'a, D> {
         stream: StreamId,
         context: Context,
     ) -> Self {
-        let asked = Asked { bytes, stream, context, owner: owner::current(), blocks: false };
+        let of_maker = Some((owner::priority(), owner::budget()));
+        let asked = Asked { blocks: false, of_maker, ..Asked::by_thread(bytes, stream, context) };
         Self { engine, asked, climb: None, alarm: None, done: false }
     }
 
@@ -77,8 +78,11 @@ impl<D: Driver> Future for AllocFuture<'_, D> {
                 let now = clock.now();
                 let at = now.saturating_add(at_most);
                 // An alarm cannot be taken back: one that goes off no later will do.
-                if this.alarm.is_none_or(|set| set <= now || at < set) {
-                    this.alarm = Some(at);
+                let will_do = |(set, waker): &(Duration, Waker)| {
+                    now < *set && *set <= at && waker.will_wake(polled.waker())
+                };
+                if !this.alarm.as_ref().is_some_and(will_do) {
+                    this.alarm = Some((at, polled.waker().clone()));
                     clock.wake_at(at, polled.waker().clone());
                 }
                 climb.bell().wakes(polled.waker());

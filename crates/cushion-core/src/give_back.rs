@@ -7,12 +7,31 @@
 use std::collections::BTreeMap;
 
 use crate::block::{Block, BlockId, BlockState};
+use crate::drain::{Drained, Work};
 use crate::driver::{Driver, DriverResult, StreamId};
-use crate::engine::{Engine, ring};
+use crate::engine::Engine;
 use crate::history::{Action, Context};
 use crate::locked::{Locked, State};
 use crate::policy::{GiveBack, Request};
 use crate::pool::{PoolId, PoolIndex, PoolTable};
+
+/// What could be given back.
+#[derive(Debug, Default)]
+struct Candidates {
+    /// At once, each with its bytes.
+    now: Vec<(u64, BlockId)>,
+    /// Whether there are pages that a stream is at work on.
+    later: bool,
+    /// Streams that may be at work on pages, and the bytes of these.
+    to_drain: Vec<StreamId>,
+    once_drained: u64,
+}
+
+impl Candidates {
+    fn bytes(&self) -> u64 {
+        self.now.iter().map(|&(bytes, _)| bytes).sum::<u64>() + self.once_drained
+    }
+}
 
 /// A plain segment on its way back to the driver.
 #[derive(Debug)]
@@ -28,6 +47,12 @@ impl<D: Driver> Engine<D> {
     /// uses any more; nothing while allocations go to a private pool, because a capture may be under
     /// way. With the id of a private pool, only that one, if nobody uses it. Waits for pending frees first.
     pub(crate) fn give_back_cached(&self, id: PoolId, context: Context) -> DriverResult<()> {
+        let given_back = self.give_back_unless_captured(id, context);
+        self.wake();
+        given_back
+    }
+
+    fn give_back_unless_captured(&self, id: PoolId, context: Context) -> DriverResult<()> {
         let _no_capture_begins = self.no_capture_begins();
         if id == PoolId::DEFAULT {
             if self.locked(|engine| engine.is_recording()) {
@@ -61,10 +86,7 @@ impl<D: Driver> Engine<D> {
         for _ in 0..count {
             let Some(first) = self.locked(|mut engine| engine.first_event(only))? else { break };
             self.driver.event_synchronize(first.1)?;
-            ring(self.locked(|mut engine| {
-                engine.waited_for(first);
-                engine.state.queue.changed()
-            }));
+            self.locked(|mut engine| engine.waited_for(first))?;
         }
         Ok(())
     }
@@ -74,10 +96,13 @@ impl<D: Driver> Engine<D> {
         let (leaving, streams) = self.locked(|mut engine| engine.detach_half(pool, small));
         self.release(leaving, context)?;
         for stream in streams {
-            // Another thread may queue work on the stream again before the lock is taken.
+            // Another thread may free more of the lane before the lock is taken again.
             for _ in 0..3 {
-                self.driver.stream_synchronize(stream)?;
-                if self.locked(|mut engine| engine.unmap_lane(pool, small, stream, context))? {
+                let drained = self.drain(&[stream])?;
+                let lane = |mut engine: Locked<'_, D>| {
+                    engine.unmap_lane((pool, small, stream), &drained, context)
+                };
+                if self.locked(lane)? {
                     break;
                 }
             }
@@ -86,7 +111,7 @@ impl<D: Driver> Engine<D> {
     }
 
     /// Gives segments back to the driver, and returns how many bytes it took. Where it fails, those not
-    /// yet given back are put into their pools again.
+    /// yet given back are put into their pools again. Whoever waits is to be woken afterwards.
     pub(crate) fn release(&self, leaving: Vec<Leaving>, context: Context) -> DriverResult<u64> {
         if leaving.is_empty() {
             return Ok(0);
@@ -100,7 +125,7 @@ impl<D: Driver> Engine<D> {
             }
             taken += 1;
         }
-        let (won, bells) = self.locked(|mut engine| {
+        let won = self.locked(|mut engine| {
             let mut won = 0;
             for (index, segment) in leaving.into_iter().enumerate() {
                 if index < taken {
@@ -110,9 +135,8 @@ impl<D: Driver> Engine<D> {
                     engine.segment_stays(&segment);
                 }
             }
-            (won, engine.state.queue.changed())
+            won
         });
-        ring(bells);
         failed.map(|()| won)
     }
 }
@@ -168,20 +192,21 @@ impl<D: Driver> Locked<'_, D> {
         (leaving, streams)
     }
 
-    /// Gives back the pages of one lane; false if its stream is at work.
+    /// Gives back the pages of one lane; false if something was freed in it since it was waited for.
     fn unmap_lane(
         &mut self,
-        pool: PoolId,
-        small: bool,
-        stream: StreamId,
+        (pool, small, stream): (PoolId, bool, StreamId),
+        drained: &Drained,
         context: Context,
     ) -> DriverResult<bool> {
-        // During a capture, in which nothing may be asked, only a pool that nobody uses gets here.
-        if !self.is_recording() && !self.is_idle(stream)? {
+        let Some(half) = self.half(pool, small) else { return Ok(true) };
+        if pool != PoolId::DEFAULT && !self.unused_pools(pool).contains(&pool) {
+            return Ok(true);
+        }
+        let Some(lane) = self.state.pools[half].lane(stream) else { return Ok(true) };
+        if !drained.covers((half, stream), lane) {
             return Ok(false);
         }
-        let Some(half) = self.half(pool, small) else { return Ok(true) };
-        let Some(lane) = self.state.pools[half].lane(stream) else { return Ok(true) };
         let free: Vec<BlockId> = lane.free().iter().map(|(_, _, id)| id).collect();
         for id in free {
             self.unmap_block(id, context)?;
@@ -201,64 +226,51 @@ impl<D: Driver> Locked<'_, D> {
     }
 
     /// Bytes that could still be got from the device.
-    fn room(&self) -> DriverResult<u64> {
+    pub(crate) fn room(&self) -> DriverResult<u64> {
         let free = self.driver.memory_info()?.free;
-        let allowed =
-            self.state.limit.map_or(u64::MAX, |limit| limit.saturating_sub(self.reserved()));
+        let held = self.reserved().saturating_add(self.state.leaving);
+        let allowed = self.state.limit.map_or(u64::MAX, |limit| limit.saturating_sub(held));
         Ok(free.min(allowed))
     }
 
-    /// What could be given back now, each with its bytes: whole free segments, and pages of streams that
-    /// are not at work.
-    fn candidates(&mut self) -> DriverResult<Vec<(u64, BlockId)>> {
+    /// What could be given back, each with its bytes: whole free segments, and pages nobody is at work on. Pages of
+    /// streams of which that is not known come with their stream.
+    fn candidates(&mut self, asking: StreamId, drained: &Drained) -> DriverResult<Candidates> {
         let mut halves = vec![PoolTable::LARGE, PoolTable::SMALL];
         for pool in self.unused_pools(PoolId::DEFAULT) {
             halves.extend([self.half(pool, false), self.half(pool, true)].into_iter().flatten());
         }
-        let mut idle: BTreeMap<StreamId, bool> = BTreeMap::new();
-        let mut found = Vec::new();
+        let mut work: BTreeMap<(PoolIndex, StreamId), Work> = BTreeMap::new();
+        let mut found = Candidates::default();
         for half in halves {
             let free: Vec<BlockId> = self.state.pools[half].free_blocks().collect();
             for id in free {
                 let block = &self.state.blocks[id];
-                let (size, stream) = (block.size, block.stream);
+                let (size, lane) = (block.size, (half, block.stream));
                 match self.may_give_back(id) {
                     GiveBack::Nothing => {}
-                    GiveBack::Segment => found.push((size, id)),
+                    GiveBack::Segment => found.now.push((size, id)),
                     GiveBack::Pages { start, end } => {
-                        let is_idle = match idle.get(&stream) {
+                        let known = match work.get(&lane) {
                             Some(&known) => known,
-                            None => self.is_idle(stream)?,
+                            None => self.work_on(lane, Some(asking), drained)?,
                         };
-                        idle.insert(stream, is_idle);
-                        if is_idle {
-                            found.push((end - start, id));
+                        work.insert(lane, known);
+                        match known {
+                            Work::Done => found.now.push((end - start, id)),
+                            Work::UnderWay => found.later = true,
+                            Work::Unknown => {
+                                found.once_drained += end - start;
+                                found.to_drain.push(lane.1);
+                            }
                         }
                     }
                 }
             }
         }
+        found.to_drain.sort_unstable();
+        found.to_drain.dedup();
         Ok(found)
-    }
-
-    /// Whether pages could be given back if their stream were not at work.
-    pub(crate) fn has_busy_pages(&mut self) -> DriverResult<bool> {
-        let mut streams = Vec::new();
-        for half in [PoolTable::LARGE, PoolTable::SMALL] {
-            for id in self.state.pools[half].free_blocks() {
-                if matches!(self.may_give_back(id), GiveBack::Pages { .. }) {
-                    streams.push(self.state.blocks[id].stream);
-                }
-            }
-        }
-        streams.sort_unstable();
-        streams.dedup();
-        for stream in streams {
-            if !self.is_idle(stream)? {
-                return Ok(true);
-            }
-        }
-        Ok(false)
     }
 
     /// Whether blocks that are free or pending lie together in the request's own lane, so that they would serve
@@ -293,7 +305,10 @@ impl<D: Driver> Locked<'_, D> {
         if most < request.size {
             return Ok(false);
         }
-        Ok(pending > 0 || self.could_borrow_later(request)? || self.has_busy_pages()?)
+        if pending > 0 || self.could_borrow_later(request)? {
+            return Ok(true);
+        }
+        Ok(self.candidates(request.stream, &Drained::default())?.later)
     }
 
     /// Whether giving back would make room for the request now.
@@ -302,8 +317,19 @@ impl<D: Driver> Locked<'_, D> {
         if room.saturating_add(self.cached()) < request.size {
             return Ok(false);
         }
-        let most: u64 = self.candidates()?.iter().map(|&(bytes, _)| bytes).sum();
+        let most = self.candidates(request.stream, &Drained::default())?.bytes();
         Ok(most > 0 && room.saturating_add(most) >= request.size)
+    }
+
+    /// The streams to be waited for before everything cached is given back, if that would make room for the request;
+    /// `None` if it would not.
+    pub(crate) fn streams_to_drain(
+        &mut self,
+        request: &Request,
+    ) -> DriverResult<Option<Vec<StreamId>>> {
+        let helps = self.giving_back_helps(request)?;
+        let found = self.candidates(request.stream, &Drained::default())?;
+        Ok(helps.then_some(found.to_drain))
     }
 
     /// Gives everything cached back, if the driver could serve the request then: that is when it can lay out
@@ -311,10 +337,11 @@ impl<D: Driver> Locked<'_, D> {
     pub(crate) fn give_back_if_enough(
         &mut self,
         request: &Request,
+        drained: &Drained,
         context: Context,
     ) -> DriverResult<(Vec<Leaving>, u64)> {
         let room = self.room()?;
-        let candidates = self.candidates()?;
+        let candidates = self.candidates(request.stream, drained)?.now;
         let most: u64 = candidates.iter().map(|&(bytes, _)| bytes).sum();
         if most == 0 || room.saturating_add(most) < request.size {
             return Ok((Vec::new(), 0));

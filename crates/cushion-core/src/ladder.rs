@@ -200,6 +200,8 @@ pub(crate) enum Legal {
     OutsideCapture,
     /// Unless allocations go to a private pool: some stream may be being captured.
     OutsidePools,
+    /// Unless the request is one for a private pool, and so maybe part of a capture. Nothing is asked of the driver.
+    OfDefaultPool,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -233,7 +235,7 @@ const GRACEFUL: &[Step] = &[
     step(Rung::Cached, Legal::OutsidePools, &[Then::Search, Then::AskAgain]),
     step(Rung::Pieces, Legal::OutsidePools, &[]),
     step(Rung::Callbacks, Legal::OutsidePools, &[Then::Search, Then::AskAgain]),
-    step(Rung::Wait, Legal::OutsidePools, &[]),
+    step(Rung::Wait, Legal::OfDefaultPool, &[]),
     step(Rung::Spill, Legal::OutsidePools, &[]),
 ];
 

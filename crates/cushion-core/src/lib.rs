@@ -32,6 +32,7 @@ mod callbacks;
 mod check;
 mod climb;
 mod clock;
+mod drain;
 mod engine;
 mod error;
 mod free_index;

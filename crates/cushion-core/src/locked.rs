@@ -68,6 +68,28 @@ pub(crate) struct Asked {
     pub(crate) owner: Owner,
     /// A thread waits for it and does nothing else, as opposed to a future.
     pub(crate) blocks: bool,
+    /// It is for later: memory of others, and of the host, would not help.
+    pub(crate) ahead: bool,
+    /// The priority and the budget of who made a future; a thread's own are looked up when they are needed.
+    pub(crate) of_maker: Option<(i32, Option<Duration>)>,
+}
+
+impl Asked {
+    /// For this thread, which waits for it.
+    pub(crate) fn by_thread(bytes: u64, stream: StreamId, context: Context) -> Self {
+        let owner = owner::current();
+        Self { bytes, stream, context, owner, blocks: true, ahead: false, of_maker: None }
+    }
+
+    pub(crate) fn priority(&self) -> i32 {
+        self.of_maker.map_or_else(owner::priority, |(priority, _)| priority)
+    }
+
+    /// How long it may wait.
+    pub(crate) fn budget(&self, options: &Options) -> Duration {
+        let own = self.of_maker.map_or_else(owner::budget, |(_, budget)| budget);
+        own.unwrap_or(Duration::from_millis(options.wait_ms))
+    }
 }
 
 /// How far a request got with the lock held.
@@ -192,8 +214,8 @@ impl<D: Driver> Locked<'_, D> {
             return Some(Attempt::Injected(injected));
         }
         let blocks = asked.blocks;
-        let asker = Asker { ticket: u64::MAX, owner, priority: owner::priority(), blocks };
-        if !self.may_wait() {
+        let asker = Asker { ticket: u64::MAX, owner, priority: asked.priority(), blocks };
+        if !self.may_wait(asked) {
             return None;
         }
         let held_back = self.is_held_back(owner);
@@ -204,14 +226,12 @@ impl<D: Driver> Locked<'_, D> {
         None
     }
 
-    /// Whether requests of this thread wait at all.
-    fn may_wait(&self) -> bool {
+    /// Whether a request waits at all.
+    fn may_wait(&self, asked: &Asked) -> bool {
         let options = &self.state.options;
-        let budget = owner::budget().unwrap_or(Duration::from_millis(options.wait_ms));
-        !budget.is_zero()
+        !asked.budget(options).is_zero()
             && self.state.ladder == Ladder::Graceful
             && !options.skip_rungs.contains(Rung::Wait)
-            && !self.is_recording()
     }
 
     fn hit(&self, block: BlockId, policy: Policy) -> Found {

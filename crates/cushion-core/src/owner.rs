@@ -4,7 +4,7 @@
 //! for a [`Task`] asks in the task's name: what it gets is the task's, and so is its place in the queue.
 //! That is what lets the engine see that all who hold memory wait for each other.
 
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -32,6 +32,8 @@ thread_local! {
     /// For whom this thread asks; zero until it does.
     static CURRENT: Cell<u32> = const { Cell::new(0) };
     static PRIORITY: Cell<i32> = const { Cell::new(0) };
+    /// The tasks it works for, the latest last, with what it did before the first.
+    static WORK: RefCell<Work> = const { RefCell::new(Work { own: (0, 0), tasks: Vec::new() }) };
     static BUDGET: Cell<Option<Duration>> = const { Cell::new(None) };
     static IN_CALLBACK: Cell<bool> = const { Cell::new(false) };
     /// Held for its drop, when the thread ends.
@@ -76,6 +78,13 @@ impl Drop for Alive {
     fn drop(&mut self) {
         owners().all.remove(&self.0.0);
     }
+}
+
+/// For whom a thread works.
+struct Work {
+    /// Its own number and priority, while it works for somebody.
+    own: (u32, i32),
+    tasks: Vec<(u64, Task)>,
 }
 
 /// Sets how much this thread's requests matter, from now on: of those that wait, the highest is served
@@ -172,29 +181,46 @@ impl Task {
         self.0.owner
     }
 
-    /// This thread works for the task until what is returned is dropped.
+    /// This thread works for the task until what is returned is dropped. Of several, the latest counts.
     #[must_use]
     pub fn enter(&self) -> Working {
         owners().count_threads(self.0.owner, 1);
-        let before = (CURRENT.replace(self.0.owner.0), PRIORITY.replace(self.0.priority));
-        Working { task: self.clone(), before, here: std::marker::PhantomData }
+        let number = WORK.with_borrow_mut(|work| {
+            if work.tasks.is_empty() {
+                work.own = (CURRENT.get(), PRIORITY.get());
+            }
+            let number = work.tasks.last().map_or(0, |(last, _)| last + 1);
+            work.tasks.push((number, self.clone()));
+            number
+        });
+        CURRENT.set(self.0.owner.0);
+        PRIORITY.set(self.0.priority);
+        Working { task: self.clone(), number, here: std::marker::PhantomData }
     }
 }
 
-/// This thread works for a task, until this is dropped; then for whom it did before.
+/// This thread works for a task, until this is dropped; then for whom else it works, or for itself.
 #[derive(Debug)]
 pub struct Working {
     task: Task,
-    before: (u32, i32),
+    number: u64,
     /// It is about one thread.
     here: std::marker::PhantomData<*const ()>,
 }
 
 impl Drop for Working {
     fn drop(&mut self) {
-        CURRENT.set(self.before.0);
-        PRIORITY.set(self.before.1);
+        let left = WORK.with_borrow_mut(|work| {
+            let index = work.tasks.iter().position(|(number, _)| *number == self.number);
+            let left = index.map(|index| work.tasks.remove(index));
+            let latest = work.tasks.last().map(|(_, task)| (task.0.owner.0, task.0.priority));
+            let (owner, priority) = latest.unwrap_or(work.own);
+            CURRENT.set(owner);
+            PRIORITY.set(priority);
+            left
+        });
         owners().count_threads(self.task.0.owner, -1);
+        drop(left);
     }
 }
 

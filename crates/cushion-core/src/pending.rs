@@ -187,14 +187,21 @@ impl<D: Driver> Locked<'_, D> {
         }))
     }
 
-    /// An event was waited for. Another thread may have seen it finished before.
-    pub(crate) fn waited_for(&mut self, (stream, event, block): (StreamId, EventId, BlockId)) {
+    /// An event was waited for. Another thread may have seen it finished before, and even recorded it anew for the
+    /// same block: so it is asked for once more.
+    pub(crate) fn waited_for(
+        &mut self,
+        (stream, event, block): (StreamId, EventId, BlockId),
+    ) -> DriverResult<()> {
         let queue = self.state.pending.events.get(&stream);
         let index = queue.and_then(|queue| queue.iter().position(|&it| it == (event, block)));
-        if let Some(index) = index {
+        if let Some(index) = index
+            && self.driver.event_query(event)?
+        {
             self.pop_event(stream, index);
             self.event_finished(event, block);
         }
+        Ok(())
     }
 
     /// Whether all work queued on a stream is done. Never waits, and must not be asked during a capture.

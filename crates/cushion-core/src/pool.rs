@@ -42,6 +42,8 @@ pub(crate) struct Lane {
     free: FreeIndex,
     /// Unmapped blocks by address.
     unmapped: BTreeMap<u64, BlockId>,
+    /// How often a block joined the free ones.
+    frees: u64,
     stats: Arc<LaneStats>,
 }
 
@@ -64,6 +66,7 @@ impl Lane {
     pub(crate) fn insert_free(&mut self, size: u64, address: u64, id: BlockId) {
         let new = self.free.insert(size, address, id);
         debug_assert!(new, "a block is in the free index once");
+        self.frees += 1;
         self.stats.freed(size);
     }
 
@@ -81,6 +84,11 @@ impl Lane {
     pub(crate) fn remove_unmapped(&mut self, address: u64) {
         let removed = self.unmapped.remove(&address);
         debug_assert!(removed.is_some(), "an unmapped block is in the unmapped index");
+    }
+
+    /// How often a block joined the free ones: while it stays the same, none has been freed.
+    pub(crate) fn frees(&self) -> u64 {
+        self.frees
     }
 
     pub(crate) fn stats(&self) -> &LaneStats {
@@ -115,6 +123,7 @@ impl Pool {
         self.lanes.entry(stream).or_insert_with(|| Lane {
             free: FreeIndex::default(),
             unmapped: BTreeMap::new(),
+            frees: 0,
             stats: lanes.open(stream, self.id, self.small),
         })
     }

@@ -62,12 +62,12 @@ impl<D: Driver> Locked<'_, D> {
         Ok(())
     }
 
-    pub(crate) fn end_pool(&mut self, id: PoolId) -> Result<(), PoolError> {
+    /// Returned is what the pool was recorded with, for its owner to drop.
+    pub(crate) fn end_pool(&mut self, id: PoolId) -> Result<Recording, PoolError> {
         let index = self.state.recording.iter().position(|recording| recording.pool == id);
         let index = index.ok_or(PoolError::NotRecording(id))?;
-        self.state.recording.remove(index);
         self.state.pending.forget_order();
-        Ok(())
+        Ok(self.state.recording.remove(index))
     }
 
     pub(crate) fn release_pool(&mut self, id: PoolId) -> Result<(), PoolError> {

@@ -79,6 +79,8 @@ pub(crate) struct Queue {
     waiting: BTreeMap<u64, Waiter>,
     last_ticket: u64,
     changes: u64,
+    /// Requests that fell short and are on their way up: what changes is counted from then on.
+    climbers: u32,
     /// Tasks that were told to give way, each with those that held memory then. Until one of these holds none
     /// any more, a task that gave way and begins again would only have to give way once more.
     gave_way: BTreeMap<Owner, BTreeSet<Owner>>,
@@ -93,7 +95,17 @@ pub(crate) type Bells = Vec<Arc<Bell>>;
 impl Queue {
     /// Whether nobody waits and nobody is held back.
     pub(crate) fn is_idle(&self) -> bool {
-        self.waiting.is_empty() && self.gave_way.is_empty()
+        self.waiting.is_empty() && self.gave_way.is_empty() && self.climbers == 0
+    }
+
+    /// A request fell short.
+    pub(crate) fn begin_climb(&mut self) {
+        self.climbers += 1;
+    }
+
+    /// It is no longer on its way.
+    pub(crate) fn end_climb(&mut self) {
+        self.climbers -= 1;
     }
 
     /// Somebody gave back what another owner had asked for.
@@ -152,10 +164,10 @@ impl Queue {
 
     /// Something changed that may help those who wait: returns whom to wake.
     pub(crate) fn changed(&mut self) -> Bells {
+        self.changes += 1;
         if self.waiting.is_empty() {
             return Vec::new();
         }
-        self.changes += 1;
         // What was decided and not yet heard may be otherwise now.
         self.waiting.values_mut().for_each(|waiter| waiter.verdict = None);
         let mut order: Vec<_> = self.waiting.values().collect();
@@ -333,12 +345,19 @@ impl<D: Driver> Locked<'_, D> {
         false
     }
 
-    /// Who holds memory and is still there.
+    /// Who holds memory of the device and is still there, and how much.
+    fn holdings(&self) -> BTreeMap<Owner, (Standing, u64)> {
+        let mut bytes: BTreeMap<Owner, u64> = BTreeMap::new();
+        for block in self.live_blocks().filter(|block| !Self::is_spill(block.pool)) {
+            *bytes.entry(block.owner).or_default() += block.size;
+        }
+        let standings = owner::standings(bytes.keys().copied());
+        let is_there = standings.into_iter().filter(|(_, standing)| *standing != Standing::Gone);
+        is_there.map(|(owner, standing)| (owner, (standing, bytes[&owner]))).collect()
+    }
+
     fn holders(&self) -> BTreeMap<Owner, Standing> {
-        let owners: BTreeSet<Owner> = self.live_blocks().map(|block| block.owner).collect();
-        let mut standings = owner::standings(owners.into_iter());
-        standings.retain(|_, standing| *standing != Standing::Gone);
-        standings
+        self.holdings().into_iter().map(|(owner, (standing, _))| (owner, standing)).collect()
     }
 
     /// What may still come for a request that waits. `free` is what the device reports.
@@ -348,20 +367,27 @@ impl<D: Driver> Locked<'_, D> {
         request: &Request,
         free: Option<u64>,
     ) -> Sources {
-        // A driver that will not say means that nothing can be counted on.
-        let work = !self.state.pending.is_empty() || self.events_help(request).unwrap_or(false);
+        let work = !self.is_recording()
+            && (!self.state.pending.is_empty() || self.events_help(request).unwrap_or(false));
         let queue = &self.state.queue;
-        let holders = self.holders();
-        let owners = holders.iter().any(|(&owner, &standing)| {
-            !queue.is_waiting(owner, standing) || queue.may_be_freed_by_others(owner)
-        });
+        // What those hold who may still free it, and what is free or will be by itself.
+        let mut held = 0_u64;
+        for (owner, (standing, bytes)) in self.holdings() {
+            if !queue.is_waiting(owner, standing) || queue.may_be_freed_by_others(owner) {
+                held = held.saturating_add(bytes);
+            }
+        }
+        let active = self.counters.active_bytes.current();
+        let pending = active.saturating_sub(self.counters.allocated_bytes.current());
+        let allowed =
+            self.state.limit.map_or(u64::MAX, |limit| limit.saturating_sub(self.reserved()));
+        let room = free.unwrap_or(0).min(allowed);
+        let most = [room, self.cached(), pending].into_iter().fold(held, u64::saturating_add);
         let to_try = |waiter: &Waiter| waiter.tried != Some(queue.changes);
-        let most = self.state.limit.unwrap_or(u64::MAX).min(self.device.total);
-        let fits = request.size <= most;
         Sources {
-            events: fits && work,
-            owners: fits && owners,
-            processes: fits && self.others_may_help(request, free),
+            events: work && most >= request.size,
+            owners: held > 0 && most >= request.size,
+            processes: self.others_may_help(request, free),
             turn: queue.ahead_of(asker).any(to_try),
         }
     }
@@ -372,8 +398,9 @@ impl<D: Driver> Locked<'_, D> {
         let used = self.device.total.saturating_sub(free);
         let others =
             used.saturating_sub(self.reserved()).saturating_sub(self.device.process_overhead);
-        let allowed =
-            self.state.limit.map_or(u64::MAX, |limit| limit.saturating_sub(self.reserved()));
+        // What is cached would be given back first.
+        let in_use = self.reserved().saturating_sub(self.cached());
+        let allowed = self.state.limit.map_or(u64::MAX, |limit| limit.saturating_sub(in_use));
         others > 0
             && request.wanted <= allowed
             && request.wanted <= free.saturating_add(others).saturating_add(self.cached())

@@ -420,6 +420,25 @@ mod tests {
         assert_eq!(calls(&gpu, Call::StreamSynchronize), 0, "by looking, not by blocking");
     }
 
+    /// A stream that may have been destroyed is never asked about: it is waited for, once, without its handle.
+    #[test]
+    fn memory_of_a_stream_that_may_be_gone_is_waited_for() {
+        for (conf, rung) in
+            [(EXPANDABLE, Rung::Cached), ("", Rung::Pieces), (EXPANDABLE, Rung::Pieces)]
+        {
+            let gpu = gpu_only(100, rung, conf);
+            let cached = take(&gpu, 80 * MIB, S1);
+            gpu.driver().launch(S1);
+            gpu.free(cached).unwrap();
+            let asked = calls(&gpu, Call::EventRecord);
+            take(&gpu, 60 * MIB, S2);
+            assert_eq!(survived(&gpu), Some(rung), "{conf}");
+            assert_eq!(calls(&gpu, Call::StreamSynchronize), 1);
+            assert_eq!(calls(&gpu, Call::EventRecord), asked, "its handle was used");
+            assert!(gpu.driver().is_finished(S1, 1));
+        }
+    }
+
     #[test]
     fn callbacks() {
         for conf in POLICIES {
@@ -651,34 +670,34 @@ mod tests {
     /// Each rung in turn is the first that can help; all below it won nothing.
     #[test]
     fn the_first_rung_that_can_help_serves() {
-        type Case = (Rung, fn(&Gpu));
+        type Case = (Rung, cushion_core::StreamId, fn(&Gpu));
         let cases: [Case; 5] = [
-            (Rung::Borrow, |gpu| {
-                let cached = take(gpu, 60 * MIB, S1);
+            (Rung::Borrow, S1, |gpu| {
+                let cached = take(gpu, 60 * MIB, S0);
                 gpu.free(cached).unwrap();
             }),
-            (Rung::Events, |gpu| {
+            (Rung::Events, S0, |gpu| {
                 let pending = take(gpu, 90 * MIB, S0);
                 free_pending(gpu, pending, S1);
             }),
-            (Rung::Cached, |gpu| {
+            (Rung::Cached, S0, |gpu| {
                 let blocks = [(); 2].map(|()| take(gpu, 40 * MIB, S1));
                 blocks.iter().for_each(|&block| gpu.free(block).unwrap());
             }),
-            (Rung::Pieces, |gpu| {
+            (Rung::Pieces, S0, |gpu| {
                 // Most of it is free, but it cannot go back.
                 let block = take(gpu, 95 * MIB, S1);
                 gpu.free(block).unwrap();
                 take(gpu, 20 * MIB, S1);
             }),
-            (Rung::Spill, |gpu| {
+            (Rung::Spill, S0, |gpu| {
                 take(gpu, 90 * MIB, S1);
             }),
         ];
-        for (rung, prepare) in cases {
+        for (rung, stream, prepare) in cases {
             let gpu = gpu(100, "spill_limit_mb:1000");
             prepare(&gpu);
-            take(&gpu, 60 * MIB, S0);
+            take(&gpu, 60 * MIB, stream);
             assert_eq!(survived(&gpu), Some(rung));
         }
     }

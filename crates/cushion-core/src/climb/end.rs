@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::Climb;
+use super::{Climb, Seen};
 use crate::driver::{Driver, DriverError};
 use crate::engine::{Engine, ring};
 use crate::error::{AllocError, Ended, Shortage};
@@ -27,8 +27,29 @@ impl<D: Driver> Engine<D> {
     /// The request falls short from now on: neither a free block nor the driver serves it.
     pub(super) fn fall_short(&self, climb: &mut Climb) {
         climb.short = true;
-        let figures = self.locked(|engine| engine.figures(climb));
+        let figures = self.locked(|engine| {
+            engine.state.queue.begin_climb();
+            engine.state.pay_attention();
+            let figures = engine.figures(climb);
+            climb.seen = Some(engine.seen(figures.shortage.device_free));
+            figures
+        });
         climb.figures = Some(Box::new(figures));
+    }
+
+    /// Whatever became of the request, nobody waits for it any more.
+    pub(super) fn leave(&self, climb: &mut Climb) {
+        if std::mem::replace(&mut climb.ended, true) {
+            return;
+        }
+        ring(self.locked(|engine| {
+            if climb.short {
+                engine.state.queue.end_climb();
+            }
+            let bells = engine.state.queue.leave(climb.asker.ticket);
+            engine.state.pay_attention();
+            bells
+        }));
     }
 
     pub(super) fn survive(
@@ -45,11 +66,15 @@ impl<D: Driver> Engine<D> {
                 engine.counters.misses.add(1);
                 engine.state.queue.passed_over(climb.asker.ticket);
             });
+            self.leave(climb);
         }
         Ok(address)
     }
 
     pub(super) fn refuse(&self, climb: &mut Climb) -> Result<u64, AllocError> {
+        if !climb.short {
+            self.fall_short(climb);
+        }
         if let Some(error) = climb.fault {
             self.end(climb, Outcome::Driver);
             return Err(error.into());
@@ -78,6 +103,8 @@ impl<D: Driver> Engine<D> {
         climb.note(at, Ended::Failed, 0, Duration::ZERO);
         if climb.short {
             self.end(climb, Outcome::Driver);
+        } else {
+            self.leave(climb);
         }
         Err(error.into())
     }
@@ -91,6 +118,8 @@ impl<D: Driver> Engine<D> {
                 engine.counters.misses.add(1);
                 engine.state.queue.passed_over(climb.asker.ticket);
             }
+            climb.ended = true;
+            engine.state.queue.end_climb();
             let bells = engine.state.queue.leave(climb.asker.ticket);
             if outcome == Outcome::GiveWay {
                 engine.gave_way(climb.asker.owner);
@@ -145,6 +174,16 @@ impl<D: Driver> Locked<'_, D> {
             let (place, free) = ((request.stream, request.pool), shortage.device_free.unwrap_or(0));
             self.record(Action::OutOfMemory, free, request.size, place, climb.asked.context);
         }
+    }
+
+    /// What there is that a request could be served from. `free` is what the device reports.
+    pub(super) fn seen(&self, free: Option<u64>) -> Seen {
+        let stats = self.counters.read(self.lanes);
+        let held = self.reserved().saturating_add(self.state.leaving);
+        let allowed = self.state.limit.map_or(u64::MAX, |limit| limit.saturating_sub(held));
+        let room = free.unwrap_or(0).min(allowed);
+        let available = stats.cached_bytes().saturating_add(room);
+        Seen { room, available, largest: stats.largest_free_block() }
     }
 
     /// What is held now, by whom and for what.

@@ -5,6 +5,7 @@ use std::time::Duration;
 use super::{Climb, Visit};
 use crate::borrow::Lend;
 use crate::callbacks::{Called, Plea};
+use crate::drain::Drained;
 use crate::driver::{Driver, DriverResult};
 use crate::engine::{Engine, ring};
 use crate::error::Ended;
@@ -16,10 +17,26 @@ use crate::pool::PoolId;
 use crate::queue::{Bells, Standstill};
 
 impl<D: Driver> Engine<D> {
+    /// Runs `f`, which lets the driver wait, while no capture is under way; those who wait are woken afterwards. PyTorch
+    /// gives memory back beside captures on other streams, too.
+    fn outside_capture<T>(&self, climb: &Climb, f: impl FnOnce() -> T) -> Option<T> {
+        let guard = match climb.ladder {
+            Ladder::Torch => self.no_capture_begins(),
+            Ladder::Graceful => self.outside_captures()?,
+        };
+        let result = f();
+        drop(guard);
+        self.wake();
+        Some(result)
+    }
+
     pub(super) fn collect_garbage(&self, climb: &Climb) -> Visit {
-        let _no_capture_begins = self.no_capture_begins();
-        let leaving = self.locked(|mut engine| engine.detach_garbage());
-        match self.release(leaving, climb.asked.context) {
+        let given_back = self.outside_capture(climb, || {
+            let leaving = self.locked(|mut engine| engine.detach_garbage());
+            self.release(leaving, climb.asked.context)
+        });
+        let Some(given_back) = given_back else { return Visit::Left(Ended::Illegal) };
+        match given_back {
             Ok(won) => Visit::Won(won),
             Err(error) => Visit::Failed(error),
         }
@@ -52,8 +69,12 @@ impl<D: Driver> Engine<D> {
     }
 
     pub(super) fn poll(&self) -> DriverResult<Visit> {
-        let won = self.locked(|mut engine| engine.complete_frees())?;
-        Ok(Visit::Won(won))
+        self.locked(|mut engine| {
+            if engine.is_recording() {
+                return Ok(Visit::Left(Ended::Illegal));
+            }
+            Ok(Visit::Won(engine.complete_frees()?))
+        })
     }
 
     pub(super) fn borrow(&self, climb: &Climb) -> DriverResult<Visit> {
@@ -66,9 +87,12 @@ impl<D: Driver> Engine<D> {
                 Ladder::Graceful => {
                     let policy = engine.state.policy;
                     match engine.borrow_from_pools(&request, policy, context) {
-                        None if !engine.is_recording() => {
-                            engine.borrow_from_streams(&request, Lend::Whole, context)?
-                        }
+                        None if !engine.is_recording() => engine.borrow_from_streams(
+                            &request,
+                            Lend::Whole,
+                            &Drained::default(),
+                            context,
+                        )?,
                         served => served,
                     }
                 }
@@ -78,12 +102,20 @@ impl<D: Driver> Engine<D> {
     }
 
     pub(super) fn borrow_pieces(&self, climb: &Climb) -> DriverResult<Visit> {
-        self.locked(|mut engine| {
-            let request = engine.request_of(climb);
-            let context = climb.asked.context;
-            let served = engine.borrow_from_streams(&request, Lend::Pieces, context)?;
-            Ok(served.map_or(Visit::Left(Ended::Nothing), |address| Visit::Served(address, 0)))
-        })
+        let served = self.outside_capture(climb, || {
+            let streams = self.locked(|mut engine| {
+                let request = engine.request_of(climb);
+                engine.streams_lending_pieces(&request)
+            })?;
+            let drained = self.drain(&streams)?;
+            self.locked(|mut engine| {
+                let request = engine.request_of(climb);
+                let context = climb.asked.context;
+                engine.borrow_from_streams(&request, Lend::Pieces, &drained, context)
+            })
+        });
+        let Some(served) = served else { return Ok(Visit::Left(Ended::Illegal)) };
+        Ok(served?.map_or(Visit::Left(Ended::Nothing), |address| Visit::Served(address, 0)))
     }
 
     /// Waits for just enough pending frees: until a free block serves the request, or giving memory back
@@ -91,6 +123,9 @@ impl<D: Driver> Engine<D> {
     pub(super) fn wait_for_events(&self, climb: &mut Climb) -> DriverResult<Visit> {
         let left = self.may_wait(climb);
         self.locked(|mut engine| {
+            if engine.is_recording() {
+                return Ok(Visit::Left(Ended::Illegal));
+            }
             let won = engine.complete_frees()?;
             if won > 0 {
                 climb.note(Rung::Events, Ended::TooLittle, won, Duration::ZERO);
@@ -104,6 +139,10 @@ impl<D: Driver> Engine<D> {
             let request = engine.request_of(climb);
             if let Some(address) = engine.borrow_if_allowed(climb, &request)? {
                 return Ok(Visit::Served(address, 0));
+            }
+            if engine.room()? >= request.wanted {
+                // Others gave memory back to the driver meanwhile.
+                return Ok(Visit::Again);
             }
             let helps = engine.pending_would_serve(&request)
                 || !engine.giving_back_helps(&request)? && engine.events_help(&request)?;
@@ -119,16 +158,19 @@ impl<D: Driver> Engine<D> {
     }
 
     pub(super) fn give_back_oversize(&self, climb: &Climb) -> Visit {
-        let _no_capture_begins = self.no_capture_begins();
-        let (leaving, enough) = self.locked(|mut engine| {
-            let request = engine.request_of(climb);
-            engine.detach_oversize(&request)
+        let given_back = self.outside_capture(climb, || {
+            let (leaving, enough) = self.locked(|mut engine| {
+                let request = engine.request_of(climb);
+                engine.detach_oversize(&request)
+            });
+            self.release(leaving, climb.asked.context).map(|won| (won, enough))
         });
-        match self.release(leaving, climb.asked.context) {
-            Ok(won) if enough => Visit::Won(won),
-            Ok(0) => Visit::Left(Ended::Nothing),
-            Ok(_) => Visit::Left(Ended::TooLittle),
-            Err(error) => Visit::Failed(error),
+        match given_back {
+            None => Visit::Left(Ended::Illegal),
+            Some(Ok((won, true))) => Visit::Won(won),
+            Some(Ok((0, false))) => Visit::Left(Ended::Nothing),
+            Some(Ok((_, false))) => Visit::Left(Ended::TooLittle),
+            Some(Err(error)) => Visit::Failed(error),
         }
     }
 
@@ -142,14 +184,25 @@ impl<D: Driver> Engine<D> {
             let after = self.counters.reserved_bytes.current();
             return Ok(Visit::Won(before.saturating_sub(after)));
         }
-        let _no_capture_begins = self.no_capture_begins();
-        let (leaving, unmapped) = self.locked(|mut engine| {
-            let request = engine.request_of(climb);
-            engine.give_back_if_enough(&request, context)
-        })?;
-        match unmapped + self.release(leaving, context)? {
-            0 => Ok(Visit::Left(Ended::Nothing)),
-            won => Ok(Visit::Won(won)),
+        let given_back = self.outside_capture(climb, || {
+            let streams = self.locked(|mut engine| {
+                let request = engine.request_of(climb);
+                engine.streams_to_drain(&request)
+            })?;
+            let Some(streams) = streams else { return Ok(0) };
+            let drained = self.drain(&streams)?;
+            let (leaving, unmapped) = self.locked(|mut engine| {
+                let request = engine.request_of(climb);
+                engine.give_back_if_enough(&request, &drained, context)
+            })?;
+            Ok(unmapped + self.release(leaving, context)?)
+        });
+        match given_back {
+            None => Ok(Visit::Left(Ended::Illegal)),
+            Some(given_back) => match given_back? {
+                0 => Ok(Visit::Left(Ended::Nothing)),
+                won => Ok(Visit::Won(won)),
+            },
         }
     }
 
@@ -161,7 +214,7 @@ impl<D: Driver> Engine<D> {
         let wanted = self.locked(|engine| engine.request_of(climb).wanted);
         let held = || {
             let (live, reserved) = (&self.counters.active_bytes, &self.counters.reserved_bytes);
-            live.current().saturating_add(reserved.current())
+            (live.current(), reserved.current())
         };
         let before = held();
         let plea = || {
@@ -172,12 +225,16 @@ impl<D: Driver> Engine<D> {
             self.locked(|mut engine| {
                 let request = engine.request_of(climb);
                 let policy = engine.state.policy;
-                engine.choose(&request, policy).is_some()
-                    || engine.giving_back_helps(&request).unwrap_or(false)
+                let helps = |engine: &mut Locked<'_, D>| {
+                    !engine.is_recording() && engine.giving_back_helps(&request).unwrap_or(false)
+                };
+                engine.choose(&request, policy).is_some() || helps(&mut engine)
             })
         };
         let called = self.callbacks.call(plea, enough);
-        let won = before.saturating_sub(held());
+        // What is freed is given back, or it is not: the larger of both is what was won.
+        let after = held();
+        let won = before.0.saturating_sub(after.0).max(before.1.saturating_sub(after.1));
         if called != Called::Nobody {
             climb.called = Some(won);
         }
@@ -207,7 +264,10 @@ impl<D: Driver> Engine<D> {
                 climb.verdict = Some(verdict);
                 return (Visit::Left(Ended::Nothing), Bells::new());
             }
-            if let Err(error) = engine.process_events() {
+            // During a capture nothing may be asked, but others may still give memory back.
+            if !engine.is_recording()
+                && let Err(error) = engine.process_events()
+            {
                 return (Visit::Failed(error), Bells::new());
             }
             engine.join(climb);
@@ -219,24 +279,16 @@ impl<D: Driver> Engine<D> {
             sources.turn |= held_back;
             let urged = engine.state.queue.is_urged(climb.asker.ticket);
             let in_turn = !held_back && engine.may_try(&climb.asker);
-            if in_turn || urged || !sources.any() {
+            if in_turn || urged || left.is_zero() || !sources.any() {
                 if let Some(address) = engine.serve_free(climb) {
                     return (Visit::Served(address, 0), Bells::new());
                 }
-                let work_ended = std::mem::replace(&mut climb.awaits_work, sources.events);
-                if work_ended && !sources.events {
-                    // Memory that a stream was at work on can be borrowed, or given back, now.
-                    let bells = engine.state.queue.changed();
-                    climb.seen = Some((engine.state.queue.changes(), free));
-                    return (Visit::Again, bells);
-                }
-                let now = (engine.state.queue.changes(), free);
-                let before = climb.seen.replace(now);
-                // Before it joined the queue, nobody counted what changed.
-                let is_new =
-                    before.map_or(sources.any() || !climb.has_climbed(), |before| before != now);
-                if is_new {
-                    return (Visit::Again, Bells::new());
+                let work_ended =
+                    std::mem::replace(&mut climb.awaits_work, sources.events) && !sources.events;
+                if engine.is_worth_climbing(climb, &request, work_ended, free, left) {
+                    // That work has ended may help others, too.
+                    let bells = work_ended.then(|| engine.state.queue.changed());
+                    return (Visit::Again, bells.unwrap_or_default());
                 }
                 engine.state.queue.tried(climb.asker.ticket);
                 sources = engine.sources(&climb.asker, &request, free);
@@ -265,6 +317,9 @@ impl<D: Driver> Engine<D> {
 
     pub(super) fn spill(&self, climb: &Climb) -> DriverResult<Visit> {
         self.locked(|mut engine| {
+            if engine.is_recording() {
+                return Ok(Visit::Left(Ended::Illegal));
+            }
             let request = engine.request_of(climb);
             let served = engine.spill(&request, climb.asked.context)?;
             Ok(served.map_or(Visit::Left(Ended::Nothing), |address| Visit::Served(address, 0)))
@@ -282,6 +337,27 @@ impl<D: Driver> Engine<D> {
 impl<D: Driver> Locked<'_, D> {
     pub(super) fn request_of(&self, climb: &Climb) -> Request {
         self.request(climb.asked.bytes, climb.asked.stream, climb.asked.owner)
+    }
+
+    /// Whether a request that waits should go up once more: it has not yet, or there is more than before, and together
+    /// that may be enough; or work has ended that memory was waited for. When its time is up, once.
+    fn is_worth_climbing(
+        &self,
+        climb: &mut Climb,
+        request: &Request,
+        work_ended: bool,
+        free: Option<u64>,
+        left: Duration,
+    ) -> bool {
+        let now = self.seen(free);
+        let before = climb.seen.replace(now);
+        let is_more = before.is_none_or(|before| now.is_more_than(&before));
+        let may_do = now.available >= request.size || now.largest >= request.size;
+        let is_worth = !climb.has_climbed() || work_ended || is_more && may_do;
+        if left.is_zero() && std::mem::replace(&mut climb.tried_last, true) {
+            return false;
+        }
+        is_worth
     }
 
     /// Completes the frees that other streams are done with; returns their bytes.
@@ -322,13 +398,17 @@ impl<D: Driver> Locked<'_, D> {
         if climb.options.skip_rungs.contains(Rung::Borrow) {
             return Ok(None);
         }
-        self.borrow_from_streams(request, Lend::Whole, climb.asked.context)
+        self.borrow_from_streams(request, Lend::Whole, &Drained::default(), climb.asked.context)
     }
 
     pub(super) fn is_legal(&self, legal: Legal, asked: &Asked) -> DriverResult<bool> {
         Ok(match legal {
             Legal::Always => true,
             Legal::OutsidePools => !self.is_recording(),
+            Legal::OfDefaultPool => {
+                let request = self.request(asked.bytes, asked.stream, asked.owner);
+                self.state.pools[request.pool].id == PoolId::DEFAULT
+            }
             Legal::OutsideCapture => {
                 !self.is_recording() || self.driver.capture(asked.stream)?.is_none()
             }

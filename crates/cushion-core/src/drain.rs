@@ -1,0 +1,71 @@
+//! Whether the work that used free memory is done: asked before it goes to another stream, or its pages go.
+//!
+//! A free on a block's own stream records no event. Of a stream that is certainly there, the one that asks or the
+//! default one, the driver can tell at the moment of need. Any other may have been destroyed, and its handle must not
+//! be used: such streams are waited for without it, with no lock held. What was free in a lane before the wait, and is
+//! still there because nothing has been freed in that lane since, is done with.
+
+use std::collections::BTreeMap;
+
+use crate::driver::{Driver, DriverResult, StreamId};
+use crate::engine::Engine;
+use crate::locked::Locked;
+use crate::pool::{Lane, PoolIndex};
+
+/// What is known of the work on a lane's free memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Work {
+    Done,
+    UnderWay,
+    /// The stream may be gone: it can only be waited for.
+    Unknown,
+}
+
+/// Lanes that were waited for, each with the count of frees it had seen before.
+#[derive(Debug, Default)]
+pub(crate) struct Drained(BTreeMap<(PoolIndex, StreamId), u64>);
+
+impl Drained {
+    /// Whether nothing was freed in a lane since it was waited for.
+    pub(crate) fn covers(&self, at: (PoolIndex, StreamId), lane: &Lane) -> bool {
+        self.0.get(&at) == Some(&lane.frees())
+    }
+}
+
+impl<D: Driver> Engine<D> {
+    /// Waits for all work of these streams. No capture may be under way, or begin.
+    pub(crate) fn drain(&self, streams: &[StreamId]) -> DriverResult<Drained> {
+        let drained = self.locked(|engine| engine.about_to_drain(streams));
+        for &stream in streams {
+            self.driver.stream_synchronize(stream)?;
+        }
+        Ok(drained)
+    }
+}
+
+impl<D: Driver> Locked<'_, D> {
+    fn about_to_drain(&self, streams: &[StreamId]) -> Drained {
+        let lanes = self.state.pools.iter().flat_map(|(pool, lanes)| {
+            lanes.lanes().map(move |(stream, lane)| ((pool, stream), lane.frees()))
+        });
+        Drained(lanes.filter(|((_, stream), _)| streams.contains(stream)).collect())
+    }
+
+    /// What is known of the work on a lane's free memory. `asking` is the stream of the request, if there is one.
+    /// Never waits, and must not be called during a capture.
+    pub(crate) fn work_on(
+        &mut self,
+        (pool, stream): (PoolIndex, StreamId),
+        asking: Option<StreamId>,
+        drained: &Drained,
+    ) -> DriverResult<Work> {
+        let lane = self.state.pools[pool].lane(stream);
+        if lane.is_some_and(|lane| drained.covers((pool, stream), lane)) {
+            return Ok(Work::Done);
+        }
+        if asking != Some(stream) && stream != StreamId(0) {
+            return Ok(Work::Unknown);
+        }
+        Ok(if self.is_idle(stream)? { Work::Done } else { Work::UnderWay })
+    }
+}
