@@ -371,9 +371,13 @@ impl<D: Driver> Locked<'_, D> {
             && (!self.state.pending.is_empty() || self.events_help(request).unwrap_or(false));
         let queue = &self.state.queue;
         // What those hold who may still free it, and what is free or will be by itself.
-        let mut held = 0_u64;
+        let (mut held, mut by_others) = (0_u64, false);
         for (owner, (standing, bytes)) in self.holdings() {
-            if !queue.is_waiting(owner, standing) || queue.may_be_freed_by_others(owner) {
+            let goes_on = !queue.is_waiting(owner, standing) || queue.may_be_freed_by_others(owner);
+            by_others |= goes_on;
+            // A task that waits can still be told to give way.
+            let is_other_task = owner != asker.owner && matches!(standing, Standing::Task { .. });
+            if goes_on || is_other_task {
                 held = held.saturating_add(bytes);
             }
         }
@@ -386,7 +390,7 @@ impl<D: Driver> Locked<'_, D> {
         let to_try = |waiter: &Waiter| waiter.tried != Some(queue.changes);
         Sources {
             events: work && most >= request.size,
-            owners: held > 0 && most >= request.size,
+            owners: by_others && most >= request.size,
             processes: self.others_may_help(request, free),
             turn: queue.ahead_of(asker).any(to_try),
         }

@@ -140,8 +140,11 @@ impl<D: Driver> Engine<D> {
             if let Some(address) = engine.borrow_if_allowed(climb, &request)? {
                 return Ok(Visit::Served(address, 0));
             }
-            if engine.room()? >= request.wanted {
+            let room = engine.room()?;
+            if room >= request.wanted && climb.seen.is_none_or(|seen| room > seen.room) {
                 // Others gave memory back to the driver meanwhile.
+                let free = engine.driver.memory_info()?.free;
+                climb.seen = Some(engine.seen(Some(free)));
                 return Ok(Visit::Again);
             }
             let helps = engine.pending_would_serve(&request)
