@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use crate::options::Options;
+use crate::random::Random;
 
 /// The pauses of one request.
 #[derive(Debug, Clone)]
@@ -10,7 +11,7 @@ pub(crate) struct Backoff {
     next: Duration,
     factor: f64,
     ceiling: Duration,
-    random: u64,
+    random: Random,
 }
 
 impl Backoff {
@@ -20,7 +21,7 @@ impl Backoff {
             next: Duration::from_micros(options.wait_base_us),
             factor: options.wait_factor,
             ceiling: Duration::from_millis(options.wait_ceiling_ms),
-            random: seed,
+            random: Random(seed),
         }
     }
 
@@ -30,17 +31,7 @@ impl Backoff {
         let longer = Duration::try_from_secs_f64(whole.as_secs_f64() * self.factor);
         self.next = longer.unwrap_or(self.ceiling).min(self.ceiling);
         let half = whole / 2;
-        half + half.mul_f64(self.chance())
-    }
-
-    /// From 0 to 1 (`SplitMix64`).
-    #[expect(clippy::cast_precision_loss, reason = "a share of a pause")]
-    fn chance(&mut self) -> f64 {
-        self.random = self.random.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut mixed = self.random;
-        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        (mixed ^ (mixed >> 31)) as f64 / u64::MAX as f64
+        half + half.mul_f64(self.random.share())
     }
 }
 

@@ -83,7 +83,7 @@ impl<D: Driver> Locked<'_, D> {
         }
         let mut under_way = false;
         for lane in self.lending_lanes(request) {
-            let work = self.work_on(lane, Some(request.stream), &Drained::default())?;
+            let work = self.work_on(lane, request.stream, &Drained::default())?;
             under_way |= work == Work::UnderWay;
         }
         Ok(under_way)
@@ -96,7 +96,7 @@ impl<D: Driver> Locked<'_, D> {
     ) -> DriverResult<Vec<StreamId>> {
         let mut streams = Vec::new();
         for lane in self.lending_lanes(request) {
-            if self.work_on(lane, Some(request.stream), &Drained::default())? == Work::Unknown {
+            if self.work_on(lane, request.stream, &Drained::default())? == Work::Unknown {
                 streams.push(lane.1);
             }
         }
@@ -141,7 +141,7 @@ impl<D: Driver> Locked<'_, D> {
         let there = Request { pool, stream, ..*request };
         let Some(block) = self.lendable(&there, lend) else { return Ok(None) };
         if stream != request.stream
-            && self.work_on((pool, stream), Some(request.stream), drained)? != Work::Done
+            && self.work_on((pool, stream), request.stream, drained)? != Work::Done
         {
             return Ok(None);
         }

@@ -61,9 +61,9 @@ impl fmt::Debug for Callbacks {
 pub(crate) enum Called {
     /// There was nobody to call.
     Nobody,
-    /// All that could be called were.
-    All,
-    /// One panicked; the others were called all the same.
+    /// Some were called, until it was enough.
+    Some,
+    /// One of them panicked; the others were called all the same.
     Panicked,
 }
 
@@ -112,7 +112,7 @@ impl Callbacks {
             callback.running.store(false, Ordering::Release);
             match result {
                 Err(_) => called = Called::Panicked,
-                Ok(()) if called == Called::Nobody => called = Called::All,
+                Ok(()) if called == Called::Nobody => called = Called::Some,
                 Ok(()) => {}
             }
             if enough() {

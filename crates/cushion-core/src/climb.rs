@@ -138,12 +138,6 @@ enum Visit {
     Failed(DriverError),
 }
 
-impl From<DriverError> for Visit {
-    fn from(error: DriverError) -> Self {
-        Self::Failed(error)
-    }
-}
-
 /// Turns the result of a rung that may fail into a visit.
 fn visit(result: DriverResult<Visit>) -> Visit {
     result.unwrap_or_else(Visit::Failed)
@@ -172,7 +166,7 @@ impl Climb {
     }
 
     /// The last step before host memory is tried, or the last of all.
-    fn rungs_before_spill(&self) -> usize {
+    fn last_before_spill(&self) -> usize {
         let spill = self.ladder.rungs().position(|rung| rung == Rung::Spill);
         spill.unwrap_or(self.ladder.steps().len()) - 1
     }
@@ -365,7 +359,8 @@ impl<D: Driver> Engine<D> {
             return Visit::Pass;
         }
         if let Some(at) = climb.injected.and_then(|injected| injected.at) {
-            if climb.at < climb.index_of(at) {
+            // One that this ladder does not have is never reached.
+            if climb.ladder.rungs().position(|rung| rung == at).is_none_or(|it| climb.at < it) {
                 return Visit::Left(Ended::Injected);
             }
             climb.injected = None;

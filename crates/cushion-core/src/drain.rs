@@ -51,19 +51,19 @@ impl<D: Driver> Locked<'_, D> {
         Drained(lanes.filter(|((_, stream), _)| streams.contains(stream)).collect())
     }
 
-    /// What is known of the work on a lane's free memory. `asking` is the stream of the request, if there is one.
+    /// What is known of the work on a lane's free memory. `asking` is the stream of the request.
     /// Never waits, and must not be called during a capture.
     pub(crate) fn work_on(
         &mut self,
         (pool, stream): (PoolIndex, StreamId),
-        asking: Option<StreamId>,
+        asking: StreamId,
         drained: &Drained,
     ) -> DriverResult<Work> {
         let lane = self.state.pools[pool].lane(stream);
         if lane.is_some_and(|lane| drained.covers((pool, stream), lane)) {
             return Ok(Work::Done);
         }
-        if asking != Some(stream) && stream != StreamId(0) {
+        if stream != asking && stream != StreamId(0) {
             return Ok(Work::Unknown);
         }
         Ok(if self.is_idle(stream)? { Work::Done } else { Work::UnderWay })

@@ -11,7 +11,7 @@ use crate::check::Violation;
 use crate::climb::Waited;
 use crate::clock::{Bell, Clock, VirtualClock};
 use crate::driver::{Driver, DriverError, Properties, StreamId};
-use crate::error::{AddressError, AllocError, FractionError, PoolError};
+use crate::error::{AddressError, AllocError, FractionError};
 use crate::future::AllocFuture;
 use crate::history::{Action, Context, Entry, History};
 use crate::ladder::Ladder;
@@ -22,7 +22,6 @@ use crate::pages::PageTable;
 use crate::pending::Pending;
 use crate::policy::Policy;
 use crate::pool::{PoolId, PoolTable};
-use crate::private::StreamFilter;
 use crate::queue::Queue;
 use crate::receipt::Receipts;
 use crate::restore::{HeldSegment, RestoreError};
@@ -52,7 +51,7 @@ pub struct Engine<D: Driver> {
     state: Mutex<State>,
     /// Read by those who let the driver wait without the lock above, which a capture forbids; written by
     /// those after whom a capture may begin. Taken before the lock above.
-    captures: RwLock<()>,
+    pub(crate) captures: RwLock<()>,
     pub(crate) callbacks: Callbacks,
     pub(crate) receipts: Receipts,
     pub(crate) waited: Waited,
@@ -181,7 +180,7 @@ impl<D: Driver> Engine<D> {
     }
 
     /// Changes something that may help those who wait for memory, and wakes them.
-    fn changing<T>(&self, f: impl FnOnce(Locked<'_, D>) -> T) -> T {
+    pub(crate) fn changing<T>(&self, f: impl FnOnce(Locked<'_, D>) -> T) -> T {
         let result = self.locked(f);
         self.wake();
         result
@@ -387,66 +386,6 @@ impl<D: Driver> Engine<D> {
         segments.iter().map(&mut put_back).collect()
     }
 
-    // ---- private pools ----
-
-    /// Makes a private pool, or adds a use to one.
-    pub fn create_pool(&self, pool: PoolId) -> Result<(), PoolError> {
-        self.locked(|mut engine| engine.use_pool(pool))
-    }
-
-    /// From now on, allocations of the streams that `filter` accepts go to `pool`, which is made if
-    /// need be and has one more use. The latest begun wins.
-    pub fn begin_allocate_to_pool(
-        &self,
-        pool: PoolId,
-        filter: StreamFilter,
-    ) -> Result<(), PoolError> {
-        let _nobody_waits = self.captures.write().unwrap_or_else(PoisonError::into_inner);
-        self.locked(|mut engine| engine.begin_pool(pool, filter))
-    }
-
-    /// Allocations go to `pool` no longer.
-    pub fn end_allocate_to_pool(&self, pool: PoolId) -> Result<(), PoolError> {
-        // The filter is the caller's: it goes with no lock held.
-        let ended = self.changing(|mut engine| engine.end_pool(pool));
-        ended.map(drop)
-    }
-
-    /// Takes one use from `pool`. At the last its memory may be given back.
-    pub fn release_pool(&self, pool: PoolId) -> Result<(), PoolError> {
-        self.changing(|mut engine| engine.release_pool(pool))
-    }
-
-    /// How many uses a private pool has.
-    pub fn pool_uses(&self, pool: PoolId) -> Result<u32, PoolError> {
-        let state = self.lock();
-        state.pools.private.get(&pool).map(|pool| pool.uses).ok_or(PoolError::Unknown(pool))
-    }
-
-    /// Whether free blocks of `pool` may serve the default pool when memory runs out.
-    pub fn set_use_on_oom(&self, pool: PoolId, allow: bool) -> Result<(), PoolError> {
-        let mut state = self.lock();
-        if !state.pools.private.contains_key(&pool) {
-            return Err(PoolError::Unknown(pool));
-        }
-        if allow {
-            state.pools.use_on_oom.insert(pool);
-        } else {
-            state.pools.use_on_oom.remove(&pool);
-        }
-        drop(state);
-        self.wake();
-        Ok(())
-    }
-
-    /// Blocks of `pool` are not split from now on.
-    pub fn set_no_split(&self, pool: PoolId) -> Result<(), PoolError> {
-        let mut state = self.lock();
-        let private = state.pools.private.get_mut(&pool).ok_or(PoolError::Unknown(pool))?;
-        private.no_split = true;
-        Ok(())
-    }
-
     // ---- options and limits ----
 
     /// Applies a `PYTORCH_CUDA_ALLOC_CONF` string; on error nothing changes. Returns the keys that
@@ -627,8 +566,11 @@ impl<D: Driver> Drop for Engine<D> {
         }
         {
             let mut state = self.lock();
-            state.recording.clear();
+            let recording = std::mem::take(&mut state.recording);
             state.pools.private.values_mut().for_each(|pool| pool.uses = 0);
+            drop(state);
+            // Filters are the caller's: they go with no lock held.
+            drop(recording);
         }
         // Nobody is left to tell of a failure, and nothing depends on it.
         let _ = self.empty_cache();

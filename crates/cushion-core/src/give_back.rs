@@ -164,6 +164,13 @@ impl<D: Driver> Locked<'_, D> {
         unused.map(|(&pool, _)| pool).collect()
     }
 
+    /// Forgets the private pools that nobody uses and that hold nothing any more.
+    pub(crate) fn close_empty_pools(&mut self) {
+        for pool in self.unused_pools(PoolId::DEFAULT) {
+            self.close_if_empty(pool);
+        }
+    }
+
     fn close_if_empty(&mut self, pool: PoolId) {
         let halves = [self.half(pool, true), self.half(pool, false)];
         let mut halves = halves.into_iter().flatten();
@@ -225,12 +232,21 @@ impl<D: Driver> Locked<'_, D> {
         self.reserved().saturating_sub(self.counters.active_bytes.current())
     }
 
-    /// Bytes that could still be got from the device.
-    pub(crate) fn room(&self) -> DriverResult<u64> {
-        let free = self.driver.memory_info()?.free;
+    /// Bytes given back by their owners that wait for other streams.
+    pub(crate) fn pending_bytes(&self) -> u64 {
+        let active = self.counters.active_bytes.current();
+        active.saturating_sub(self.counters.allocated_bytes.current())
+    }
+
+    /// Bytes that could still be got from a device that reports `free` bytes.
+    pub(crate) fn room_of(&self, free: u64) -> u64 {
         let held = self.reserved().saturating_add(self.state.leaving);
         let allowed = self.state.limit.map_or(u64::MAX, |limit| limit.saturating_sub(held));
-        Ok(free.min(allowed))
+        free.min(allowed)
+    }
+
+    fn room(&self) -> DriverResult<u64> {
+        Ok(self.room_of(self.driver.memory_info()?.free))
     }
 
     /// What could be given back, each with its bytes: whole free segments, and pages nobody is at work on. Pages of
@@ -253,7 +269,7 @@ impl<D: Driver> Locked<'_, D> {
                     GiveBack::Pages { start, end } => {
                         let known = match work.get(&lane) {
                             Some(&known) => known,
-                            None => self.work_on(lane, Some(asking), drained)?,
+                            None => self.work_on(lane, asking, drained)?,
                         };
                         work.insert(lane, known);
                         match known {
@@ -299,8 +315,7 @@ impl<D: Driver> Locked<'_, D> {
     /// Whether waiting for pending frees, and for streams that are at work on free memory, may be enough for the
     /// request.
     pub(crate) fn events_help(&mut self, request: &Request) -> DriverResult<bool> {
-        let active = self.counters.active_bytes.current();
-        let pending = active.saturating_sub(self.counters.allocated_bytes.current());
+        let pending = self.pending_bytes();
         let most = self.room()?.saturating_add(self.cached()).saturating_add(pending);
         if most < request.size {
             return Ok(false);
@@ -313,12 +328,7 @@ impl<D: Driver> Locked<'_, D> {
 
     /// Whether giving back would make room for the request now.
     pub(crate) fn giving_back_helps(&mut self, request: &Request) -> DriverResult<bool> {
-        let room = self.room()?;
-        if room.saturating_add(self.cached()) < request.size {
-            return Ok(false);
-        }
-        let most = self.candidates(request.stream, &Drained::default())?.bytes();
-        Ok(most > 0 && room.saturating_add(most) >= request.size)
+        Ok(self.streams_to_drain(request)?.is_some())
     }
 
     /// The streams to be waited for before everything cached is given back, if that would make room for the request;
@@ -327,8 +337,12 @@ impl<D: Driver> Locked<'_, D> {
         &mut self,
         request: &Request,
     ) -> DriverResult<Option<Vec<StreamId>>> {
-        let helps = self.giving_back_helps(request)?;
+        let room = self.room()?;
+        if room.saturating_add(self.cached()) < request.size {
+            return Ok(None);
+        }
         let found = self.candidates(request.stream, &Drained::default())?;
+        let helps = found.bytes() > 0 && room.saturating_add(found.bytes()) >= request.size;
         Ok(helps.then_some(found.to_drain))
     }
 

@@ -10,6 +10,7 @@ use std::sync::{Mutex, PoisonError};
 use crate::bytes::parse_bytes;
 use crate::driver::{Call, Fault};
 use crate::ladder::Rung;
+use crate::random::Random;
 
 /// What fails.
 ///
@@ -30,8 +31,7 @@ pub struct Injection {
 struct Rule {
     what: What,
     when: When,
-    /// The state of the dice; the seed to begin with.
-    dice: u64,
+    dice: Random,
     seed: u64,
     /// How many it looked at.
     seen: u64,
@@ -145,18 +145,8 @@ impl Rule {
             When::Always => true,
             When::Nth(nth) => self.seen == nth,
             When::Every(nth) => self.seen.is_multiple_of(nth),
-            When::Fraction(share) => self.roll() < share,
+            When::Fraction(share) => self.dice.share() < share,
         }
-    }
-
-    /// From 0 to 1 (`SplitMix64`).
-    #[expect(clippy::cast_precision_loss, reason = "a share")]
-    fn roll(&mut self) -> f64 {
-        self.dice = self.dice.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut mixed = self.dice;
-        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        (mixed ^ (mixed >> 31)) as f64 / u64::MAX as f64
     }
 }
 
@@ -236,7 +226,7 @@ fn rule(text: &str) -> Result<Rule, InjectionError> {
         None if filtered => When::Always,
         None => return Err(wrong("it does not say when".to_owned())),
     };
-    Ok(Rule { what, when, dice: seed, seed, seen: 0 })
+    Ok(Rule { what, when, dice: Random(seed), seed, seen: 0 })
 }
 
 impl fmt::Display for Injection {

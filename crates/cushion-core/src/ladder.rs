@@ -217,7 +217,7 @@ const fn step(rung: Rung, legal: Legal, then: &'static [Then]) -> Step {
 
 const TORCH: &[Step] = &[
     step(Rung::Garbage, Legal::OutsideCapture, &[]),
-    step(Rung::Grow, Legal::Always, &[Then::Ask]),
+    step(Rung::Grow, Legal::Always, &[]),
     step(Rung::Borrow, Legal::Always, &[]),
     step(Rung::Oversize, Legal::OutsideCapture, &[Then::Ask]),
     step(Rung::Cached, Legal::OutsidePools, &[Then::AskAgain]),
@@ -227,10 +227,10 @@ const TORCH: &[Step] = &[
 // same device, once they can be asked.
 const GRACEFUL: &[Step] = &[
     step(Rung::Garbage, Legal::OutsidePools, &[]),
-    step(Rung::Grow, Legal::Always, &[Then::Ask]),
+    step(Rung::Grow, Legal::Always, &[]),
     step(Rung::Poll, Legal::OutsidePools, &[Then::Search]),
     step(Rung::Borrow, Legal::Always, &[]),
-    step(Rung::Events, Legal::OutsidePools, &[Then::Search]),
+    step(Rung::Events, Legal::OutsidePools, &[]),
     step(Rung::Oversize, Legal::OutsidePools, &[Then::Search, Then::Ask]),
     step(Rung::Cached, Legal::OutsidePools, &[Then::Search, Then::AskAgain]),
     step(Rung::Pieces, Legal::OutsidePools, &[]),

@@ -21,6 +21,8 @@
 
 pub mod driver;
 pub mod options;
+#[doc(hidden)]
+pub mod random;
 pub mod size;
 pub mod testing;
 

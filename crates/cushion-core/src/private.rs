@@ -5,8 +5,10 @@
 //! and the pool is forgotten once none is left.
 
 use std::fmt;
+use std::sync::PoisonError;
 
 use crate::driver::{Driver, StreamId};
+use crate::engine::Engine;
 use crate::error::PoolError;
 use crate::locked::Locked;
 use crate::pool::{PoolId, PoolIndex};
@@ -24,6 +26,68 @@ pub(crate) struct Recording {
 impl fmt::Debug for Recording {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Recording").field("pool", &self.pool).finish_non_exhaustive()
+    }
+}
+
+impl<D: Driver> Engine<D> {
+    /// Makes a private pool, or adds a use to one.
+    pub fn create_pool(&self, pool: PoolId) -> Result<(), PoolError> {
+        self.locked(|mut engine| engine.use_pool(pool))
+    }
+
+    /// From now on, allocations of the streams that `filter` accepts go to `pool`, which is made if
+    /// need be and has one more use. The latest begun wins.
+    pub fn begin_allocate_to_pool(
+        &self,
+        pool: PoolId,
+        filter: StreamFilter,
+    ) -> Result<(), PoolError> {
+        let _nobody_waits = self.captures.write().unwrap_or_else(PoisonError::into_inner);
+        let begun = self.locked(|mut engine| engine.begin_pool(pool, filter));
+        // A filter that is not needed is the caller's: it goes with no lock held.
+        begun.map_err(|(error, _filter)| error)
+    }
+
+    /// Allocations go to `pool` no longer.
+    pub fn end_allocate_to_pool(&self, pool: PoolId) -> Result<(), PoolError> {
+        // The filter is the caller's: it goes with no lock held.
+        let ended = self.changing(|mut engine| engine.end_pool(pool));
+        ended.map(drop)
+    }
+
+    /// Takes one use from `pool`. At the last its memory may be given back.
+    pub fn release_pool(&self, pool: PoolId) -> Result<(), PoolError> {
+        self.changing(|mut engine| engine.release_pool(pool))
+    }
+
+    /// How many uses a private pool has.
+    pub fn pool_uses(&self, pool: PoolId) -> Result<u32, PoolError> {
+        let state = self.lock();
+        state.pools.private.get(&pool).map(|pool| pool.uses).ok_or(PoolError::Unknown(pool))
+    }
+
+    /// Whether free blocks of `pool` may serve the default pool when memory runs out.
+    pub fn set_use_on_oom(&self, pool: PoolId, allow: bool) -> Result<(), PoolError> {
+        let mut state = self.lock();
+        if !state.pools.private.contains_key(&pool) {
+            return Err(PoolError::Unknown(pool));
+        }
+        if allow {
+            state.pools.use_on_oom.insert(pool);
+        } else {
+            state.pools.use_on_oom.remove(&pool);
+        }
+        drop(state);
+        self.wake();
+        Ok(())
+    }
+
+    /// Blocks of `pool` are not split from now on.
+    pub fn set_no_split(&self, pool: PoolId) -> Result<(), PoolError> {
+        let mut state = self.lock();
+        let private = state.pools.private.get_mut(&pool).ok_or(PoolError::Unknown(pool))?;
+        private.no_split = true;
+        Ok(())
     }
 }
 
@@ -53,11 +117,17 @@ impl<D: Driver> Locked<'_, D> {
         Ok(())
     }
 
-    pub(crate) fn begin_pool(&mut self, id: PoolId, filter: StreamFilter) -> Result<(), PoolError> {
+    pub(crate) fn begin_pool(
+        &mut self,
+        id: PoolId,
+        filter: StreamFilter,
+    ) -> Result<(), (PoolError, StreamFilter)> {
         if self.state.recording.iter().any(|recording| recording.pool == id) {
-            return Err(PoolError::AlreadyRecording(id));
+            return Err((PoolError::AlreadyRecording(id), filter));
         }
-        self.use_pool(id)?;
+        if let Err(error) = self.use_pool(id) {
+            return Err((error, filter));
+        }
         self.state.recording.push(Recording { pool: id, filter });
         Ok(())
     }

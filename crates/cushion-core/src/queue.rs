@@ -129,7 +129,7 @@ impl Queue {
         self.last_ticket
     }
 
-    /// Counts what may help somebody who waits, as long as somebody does.
+    /// Counts what may help somebody, as long as somebody is short of memory.
     pub(crate) fn changes(&self) -> u64 {
         self.changes
     }
@@ -381,12 +381,9 @@ impl<D: Driver> Locked<'_, D> {
                 held = held.saturating_add(bytes);
             }
         }
-        let active = self.counters.active_bytes.current();
-        let pending = active.saturating_sub(self.counters.allocated_bytes.current());
-        let allowed =
-            self.state.limit.map_or(u64::MAX, |limit| limit.saturating_sub(self.reserved()));
-        let room = free.unwrap_or(0).min(allowed);
-        let most = [room, self.cached(), pending].into_iter().fold(held, u64::saturating_add);
+        let room = self.room_of(free.unwrap_or(0));
+        let by_itself = [room, self.cached(), self.pending_bytes()];
+        let most = by_itself.into_iter().fold(held, u64::saturating_add);
         let to_try = |waiter: &Waiter| waiter.tried != Some(queue.changes);
         Sources {
             events: work && most >= request.size,

@@ -8,6 +8,9 @@
 
 pub mod churn;
 pub mod contract;
+mod real_clock;
+
+pub use real_clock::RealClock;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};

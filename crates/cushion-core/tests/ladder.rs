@@ -329,7 +329,7 @@ mod tests {
         take(&too_little, 60 * MIB, S0);
         too_little.free(cached).unwrap();
         full_now(too_little.alloc(60 * MIB, S0));
-        assert_eq!(ended(&too_little, Rung::Oversize), (Ended::TooLittle, 0));
+        assert_eq!(ended(&too_little, Rung::Oversize), (Ended::TooLittle, 30));
 
         let nothing = gpu_only(100, Rung::Oversize, conf);
         take(&nothing, 90 * MIB, S0);

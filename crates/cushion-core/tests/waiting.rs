@@ -9,14 +9,15 @@ mod tests {
     use std::sync::atomic::{AtomicU64, Ordering};
     use std::sync::{Arc, Barrier, Condvar, Mutex, mpsc};
     use std::task::{Context, Poll, Wake, Waker};
-    use std::time::{Duration, Instant};
+    use std::time::Duration;
 
     use cushion_core::driver::{
         Capture, DriverResult, EventId, MemoryInfo, NodeId, PageHandle, Properties,
     };
     use cushion_core::size::MIB;
+    use cushion_core::testing::RealClock;
     use cushion_core::{
-        AllocError, Bell, Clock, Driver, Engine, EngineConfig, Options, Outcome, Rung, SimConfig,
+        AllocError, Clock, Driver, Engine, EngineConfig, Options, Outcome, Rung, SimConfig,
         SimDriver, StreamId, Task, VirtualClock, set_budget, set_priority,
     };
 
@@ -24,31 +25,13 @@ mod tests {
 
     // ---- real threads on real time ----
 
-    #[derive(Debug)]
-    struct RealClock(Instant);
-
-    impl Clock for RealClock {
-        fn now(&self) -> Duration {
-            self.0.elapsed()
-        }
-
-        fn wait(&self, at_most: Duration, bell: &Bell) {
-            bell.wait_at_most(at_most);
-        }
-
-        fn wake_at(&self, _: Duration, _: Waker) {
-            unreachable!("no futures on real time here")
-        }
-    }
-
     /// A minute is more than any of these takes, and an hour would hang a failing test.
     const PATIENT: &str = "wait_ms:60000";
 
-    #[expect(clippy::disallowed_methods, reason = "a clock for tests")]
     fn real_gpu(mib: u64, conf: &str) -> Gpu {
         let sim = Arc::new(SimDriver::new(SimConfig::with_capacity(mib * MIB)));
         let options = Options::parse(conf).unwrap().options;
-        let clock = Arc::new(RealClock(Instant::now()));
+        let clock = Arc::new(RealClock::default());
         Engine::with_config(sim, EngineConfig { options, clock, ..EngineConfig::default() })
     }
 

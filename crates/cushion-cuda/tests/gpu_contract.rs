@@ -7,16 +7,13 @@ mod support;
 
 use std::process::ExitCode;
 use std::sync::Arc;
-use std::task::Waker;
-use std::time::{Duration, Instant};
 
 use cushion_core::driver::PageHandle;
 use cushion_core::size::MIB;
 use cushion_core::testing::churn::Churn;
-use cushion_core::testing::contract;
+use cushion_core::testing::{RealClock, contract};
 use cushion_core::{
-    Bell, CheckedDriver, Clock, Driver, Engine, EngineConfig, Options, Outcome, Policy, Rung,
-    Snapshot, StreamId,
+    CheckedDriver, Driver, Engine, EngineConfig, Options, Outcome, Policy, Rung, Snapshot, StreamId,
 };
 use cushion_cuda::{CudaDriver, CudaError, device_count, driver_version, name};
 
@@ -251,34 +248,15 @@ fn engine_churns(lib: &Lib, policy: Policy) {
     assert_eq!(lib.cuStreamDestroy_v2(stream), 0);
 }
 
-/// Real time: the work of a device takes some.
-#[derive(Debug)]
-struct RealClock(Instant);
-
-impl Clock for RealClock {
-    fn now(&self) -> Duration {
-        self.0.elapsed()
-    }
-
-    fn wait(&self, at_most: Duration, bell: &Bell) {
-        bell.wait_at_most(at_most);
-    }
-
-    fn wake_at(&self, _: Duration, _: Waker) {
-        unreachable!("no futures here")
-    }
-}
-
 /// Memory runs out while other streams are at work on what was freed: just enough of it is waited for. What does not fit
 /// even then goes to host memory, if the device can use that.
-#[expect(clippy::disallowed_methods, reason = "a clock for a real device")]
 fn engine_survives(lib: &Lib, policy: Policy) {
     let options = Options {
         expandable_segments: policy == Policy::Expandable,
         spill_limit: 4 * WORK,
         ..Options::default()
     };
-    let clock = Arc::new(RealClock(Instant::now()));
+    let clock = Arc::new(RealClock::default());
     let config = EngineConfig { options, clock, ..EngineConfig::default() };
     let engine = Engine::with_config(device(), config);
     // Room for four blocks of either policy, which takes pages of 20 MiB.

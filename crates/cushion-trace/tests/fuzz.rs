@@ -6,6 +6,7 @@ mod bodies;
 
 #[cfg(test)]
 mod tests {
+    use cushion_core::random::Random;
     use std::fs;
     use std::panic::catch_unwind;
     use std::path::PathBuf;
@@ -28,15 +29,11 @@ mod tests {
     }
 
     /// A small generator of numbers, so that a failure can be had again.
-    struct Dice(u64);
+    struct Dice(Random);
 
     impl Dice {
         fn roll(&mut self, sides: usize) -> usize {
-            self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-            let mut z = self.0;
-            z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-            z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-            usize::try_from((z ^ (z >> 31)) % (sides.max(1) as u64)).unwrap()
+            usize::try_from(self.0.next() % (sides.max(1) as u64)).unwrap()
         }
 
         fn byte(&mut self) -> u8 {
@@ -83,7 +80,7 @@ mod tests {
             assert!(catch_unwind(|| bodies::run(target, bytes)).is_ok(), "{name}");
         }
         for input in 0..INPUTS {
-            let mut dice = Dice(input);
+            let mut dice = Dice(Random(input));
             let mut bytes = files[dice.roll(files.len())].1.clone();
             let other = &files[dice.roll(files.len())].1;
             for _ in 0..=dice.roll(6) {

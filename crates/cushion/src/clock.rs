@@ -1,6 +1,7 @@
 //! Real time for the engine.
 
 use std::collections::BTreeMap;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Condvar, Mutex, MutexGuard, Once, PoisonError};
 use std::task::Waker;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -109,7 +110,10 @@ impl Alarms {
             let due = std::mem::replace(&mut waiting.alarms, later);
             if !due.is_empty() {
                 drop(waiting);
-                due.into_values().for_each(Waker::wake);
+                for waker in due.into_values() {
+                    // What a runtime's waker panics with must not end the alarms of others.
+                    let _ = catch_unwind(AssertUnwindSafe(|| waker.wake()));
+                }
                 waiting = self.waiting();
                 continue;
             }

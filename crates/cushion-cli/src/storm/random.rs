@@ -2,24 +2,21 @@
 
 use std::ops::RangeInclusive;
 
-/// Numbers that only look like chance (`SplitMix64`).
+use cushion_core::random;
+
+/// Numbers that only look like chance.
 #[derive(Debug, Clone)]
-pub(crate) struct Random(u64);
+pub(crate) struct Random(random::Random);
 
 impl Random {
     /// A source of its own for each seed and purpose: neighbouring ones have nothing in common.
     pub(crate) fn new(seed: u64, purpose: u64) -> Self {
-        let mut random = Self(seed);
-        let mixed = random.next();
-        Self(mixed ^ purpose.wrapping_mul(0xd6e8_feb8_6659_fd93))
+        let mixed = random::Random(seed).next();
+        Self(random::Random(mixed ^ purpose.wrapping_mul(0xd6e8_feb8_6659_fd93)))
     }
 
     pub(crate) fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut mixed = self.0;
-        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        mixed ^ (mixed >> 31)
+        self.0.next()
     }
 
     /// From `range`, each as likely.

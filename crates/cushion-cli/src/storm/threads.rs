@@ -10,8 +10,9 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::sync::{Arc, PoisonError, RwLock};
 use std::task::{Context, Poll, Waker};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
+use cushion_core::testing::RealClock;
 use cushion_core::{AllocError, Bell, Clock, StreamId, Task};
 
 use super::guard::guarded;
@@ -33,32 +34,6 @@ const LOOK: Duration = Duration::from_millis(100);
 
 /// How often the device looks when it has nothing to do.
 const IDLE: Duration = Duration::from_micros(200);
-
-/// Real time, from when the clock was made.
-#[derive(Debug)]
-struct RealClock(Instant);
-
-impl RealClock {
-    #[expect(clippy::disallowed_methods, reason = "this is the clock that the engine goes through")]
-    fn new() -> Self {
-        Self(Instant::now())
-    }
-}
-
-impl Clock for RealClock {
-    fn now(&self) -> Duration {
-        self.0.elapsed()
-    }
-
-    fn wait(&self, at_most: Duration, bell: &Bell) {
-        bell.wait_at_most(at_most);
-    }
-
-    /// No task of this storm is a future that waits: each blocks its thread.
-    fn wake_at(&self, _at: Duration, waker: Waker) {
-        waker.wake();
-    }
-}
 
 /// A task on a thread of its own: what waits, blocks.
 struct RealTime<'a> {
@@ -184,7 +159,7 @@ fn run(
     watchdog: Duration,
 ) -> Ran {
     let shared = Arc::new(Shared {
-        world: World::new(setting, Arc::new(RealClock::new())),
+        world: World::new(setting, Arc::new(RealClock::default())),
         fates: Fates::new(storm.scripts.len()),
         storm: Arc::clone(storm),
         most_restarts: alone.iter().map(|&alone| most_restarts(alone, shape)).collect(),

@@ -179,9 +179,7 @@ impl<D: Driver> Locked<'_, D> {
     /// What there is that a request could be served from. `free` is what the device reports.
     pub(super) fn seen(&self, free: Option<u64>) -> Seen {
         let stats = self.counters.read(self.lanes);
-        let held = self.reserved().saturating_add(self.state.leaving);
-        let allowed = self.state.limit.map_or(u64::MAX, |limit| limit.saturating_sub(held));
-        let room = free.unwrap_or(0).min(allowed);
+        let room = self.room_of(free.unwrap_or(0));
         let available = stats.cached_bytes().saturating_add(room);
         Seen { room, available, largest: stats.largest_free_block() }
     }

@@ -52,7 +52,7 @@ impl<D: Driver> Engine<D> {
                 let is_too_large = |wanted| wanted > self.device.total;
                 if is_too_large(self.locked(|engine| engine.request_of(climb).wanted)) {
                     // Nothing on the device could help.
-                    climb.at = climb.rungs_before_spill();
+                    climb.at = climb.last_before_spill();
                 }
                 Visit::Left(Ended::Nothing)
             }
@@ -140,11 +140,10 @@ impl<D: Driver> Engine<D> {
             if let Some(address) = engine.borrow_if_allowed(climb, &request)? {
                 return Ok(Visit::Served(address, 0));
             }
-            let room = engine.room()?;
-            if room >= request.wanted && climb.seen.is_none_or(|seen| room > seen.room) {
+            let now = engine.seen(Some(engine.driver.memory_info()?.free));
+            if now.room >= request.wanted && climb.seen.is_none_or(|seen| now.room > seen.room) {
                 // Others gave memory back to the driver meanwhile.
-                let free = engine.driver.memory_info()?.free;
-                climb.seen = Some(engine.seen(Some(free)));
+                climb.seen = Some(now);
                 return Ok(Visit::Again);
             }
             let helps = engine.pending_would_serve(&request)
@@ -170,9 +169,10 @@ impl<D: Driver> Engine<D> {
         });
         match given_back {
             None => Visit::Left(Ended::Illegal),
-            Some(Ok((won, true))) => Visit::Won(won),
+            // PyTorch does not ask unless it is enough.
             Some(Ok((0, false))) => Visit::Left(Ended::Nothing),
-            Some(Ok((_, false))) => Visit::Left(Ended::TooLittle),
+            Some(Ok((_, false))) if climb.ladder == Ladder::Torch => Visit::Left(Ended::TooLittle),
+            Some(Ok((won, _))) => Visit::Won(won),
             Some(Err(error)) => Visit::Failed(error),
         }
     }
@@ -198,7 +198,9 @@ impl<D: Driver> Engine<D> {
                 let request = engine.request_of(climb);
                 engine.give_back_if_enough(&request, &drained, context)
             })?;
-            Ok(unmapped + self.release(leaving, context)?)
+            let released = self.release(leaving, context)?;
+            self.locked(|mut engine| engine.close_empty_pools());
+            Ok(unmapped + released)
         });
         match given_back {
             None => Ok(Visit::Left(Ended::Illegal)),
@@ -244,7 +246,7 @@ impl<D: Driver> Engine<D> {
         match called {
             Called::Nobody => Visit::Left(Ended::Nothing),
             Called::Panicked if won == 0 => Visit::Left(Ended::Failed),
-            Called::All | Called::Panicked => {
+            Called::Some | Called::Panicked => {
                 // What was freed may lie where only the driver can lay it out anew.
                 let served = self.then(climb, &[Then::Search]);
                 match served {

@@ -9,7 +9,7 @@ pub fn markdown() -> String {
     let mut page = String::from(
         "# Options\n\
          \n\
-         <!-- Generated from the tables in crates/cushion-core/src/options.rs: change them. -->\n\
+         <!-- Generated from the tables in crates/cushion-core/src/options: change them. -->\n\
          \n\
          Options are given as `key:value,key:value`, in the syntax of `PYTORCH_CUDA_ALLOC_CONF` \
          and with its keys and values. White space is \
