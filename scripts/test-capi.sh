@@ -87,7 +87,8 @@ done
 # Nothing of the host's memory is lost, or used wrongly.
 if command -v valgrind >/dev/null 2>&1; then
     with "$installed/lib" valgrind --fair-sched=yes --leak-check=full --show-leak-kinds=all \
-        --errors-for-leak-kinds=definite,indirect,possible --error-exitcode=1 "$work/c_shared" simulated \
+        --errors-for-leak-kinds=definite,indirect,possible --error-exitcode=1 \
+        --suppressions=scripts/valgrind.supp "$work/c_shared" simulated \
         >"$work/out" 2>&1 || { cat "$work/out"; fail 'valgrind'; }
     sed -n 's/^==[0-9]*== *\(in use at exit\|total heap usage\|definitely lost\|All heap blocks\|ERROR SUMMARY\)/\1/p' \
         "$work/out" | while read -r line; do say "valgrind: $line"; done

@@ -195,6 +195,10 @@ mod tests {
         assert_eq!(page.matches("</script").count(), plain.matches("</script").count());
         let row = &figures(&page)["shortages"][0]["rows"][0];
         assert!(row["who"].as_str().unwrap().starts_with(evil));
-        assert_eq!(row["remedies"].as_array().map(Vec::len), Some(1), "what it says is what it needs");
+        assert_eq!(
+            row["remedies"].as_array().map(Vec::len),
+            Some(1),
+            "what it says is what it needs"
+        );
     }
 }
