@@ -96,7 +96,7 @@ pub(crate) struct ReplayArgs {
     #[arg(long, value_name = "N")]
     pub(crate) device: Option<usize>,
 
-    /// Write the receipts of all shortages to this file, one JSON object per line.
+    /// Write the receipts of shortages, the last 10,000 of each run, to this file, one JSON object per line.
     #[arg(long, value_name = "FILE")]
     pub(crate) receipts: Option<PathBuf>,
 

@@ -14,7 +14,6 @@ use crate::save::save;
 /// What would have made a request fit, in words; nothing if it was served.
 pub(crate) fn remedies(receipt: &Receipt) -> Vec<String> {
     let shortage = &receipt.shortage;
-    // The figures may be from a file, and so anybody's: no device has that much.
     if receipt.outcome.is_survived() {
         return Vec::new();
     }

@@ -35,7 +35,7 @@ pub fn parse_bytes(text: &str) -> Result<u64, String> {
         Some(bytes)
     };
     match bytes {
-        Some(0) => Err("a device of no bytes fits nothing".to_owned()),
+        Some(0) => Err("0 is no size: write 24GiB, 512MiB or a number of bytes".to_owned()),
         Some(bytes) if bytes <= 1 << 50 => Ok(bytes),
         _ => Err(format!("{text:?} is more than any device has (1 PiB at most)")),
     }

@@ -92,6 +92,11 @@ impl Callbacks {
         removed.is_some()
     }
 
+    /// Whether one is under way, on whatever thread.
+    pub(crate) fn are_running(&self) -> bool {
+        self.inner().all.iter().any(|callback| callback.running.load(Ordering::Acquire))
+    }
+
     /// Calls them in order until `enough` says so. No lock may be held.
     pub(crate) fn call(
         &self,

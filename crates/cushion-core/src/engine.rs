@@ -242,8 +242,8 @@ impl<D: Driver> Engine<D> {
         AllocFuture::new(self, bytes, stream, context)
     }
 
-    /// Prepares memory ahead: afterwards a request of up to `bytes` bytes on `stream` needs nothing from the
-    /// driver. Climbs the ladder as a request does.
+    /// Prepares memory ahead: afterwards a request of `bytes` bytes on `stream` needs nothing from the driver. Climbs
+    /// the ladder as a request does.
     pub fn prefetch(&self, bytes: u64, stream: StreamId) -> Result<(), AllocError> {
         if bytes == 0 || self.would_hit(bytes, stream) {
             return Ok(());

@@ -83,6 +83,15 @@ pub struct Shortage {
     pub pending: u64,
     /// Bytes in host memory, at device addresses.
     pub spilled: u64,
+    /// What this process costs the device beside what it holds.
+    #[serde(default)]
+    pub overhead: u64,
+    /// Bytes held that cannot be given back as things lie; known of requests that were refused.
+    #[serde(default)]
+    pub stuck: Option<u64>,
+    /// Whether it would fit if what lives lay on pages, as it does with policy expandable.
+    #[serde(default)]
+    pub fits_on_pages: bool,
     /// Free bytes kept for private pools.
     pub private_free: u64,
     /// The largest free block of any pool on any stream.
@@ -103,12 +112,13 @@ impl Shortage {
         self.reserved.saturating_sub(self.allocated).saturating_sub(self.pending)
     }
 
-    /// Bytes of the device that this engine does not hold and that are not free: other processes have them,
-    /// or this one has them past its allocator.
+    /// Bytes of the device that are neither free nor this engine's, nor what every process costs: other processes
+    /// have them, or this one has them past its allocator.
     #[must_use]
     pub fn others(&self) -> u64 {
         let free = self.device_free.unwrap_or(self.device_total);
-        self.device_total.saturating_sub(free).saturating_sub(self.reserved)
+        let used = self.device_total.saturating_sub(free);
+        used.saturating_sub(self.reserved).saturating_sub(self.overhead)
     }
 
     /// Bytes that could still be got from the device.
@@ -135,8 +145,19 @@ impl Shortage {
         let mut remedies = Vec::new();
         let own = self.cached().saturating_add(self.room());
         if own >= self.size {
-            if self.policy == Policy::Segments && !self.recording {
+            // It is there, in pieces.
+            if self.fits_on_pages && !self.recording {
                 remedies.push(Remedy::Policy(Policy::Expandable));
+            }
+            let stuck = if self.recording { Some(self.reserved) } else { self.stuck };
+            if let Some(stuck) = stuck {
+                let in_one = self.room().saturating_add(self.reserved.saturating_sub(stuck));
+                let needed = match self.policy {
+                    Policy::Segments => self.wanted,
+                    Policy::Expandable => self.size,
+                };
+                let missing = needed.saturating_sub(in_one);
+                remedies.extend((missing > 0).then_some(Remedy::More(missing)));
             }
         } else {
             let missing = self.size - own;
@@ -299,8 +320,12 @@ impl fmt::Display for Shortage {
             write!(
                 f,
                 "; allocations go to a private pool, where a graph capture may be under way, so \
-                 nothing could be given back or waited for"
+                 nothing could be given back"
             )?;
+            let waited = |tried: &Tried| tried.rung == Rung::Wait && tried.ended.was_tried();
+            if !self.tried.iter().any(waited) {
+                write!(f, " or waited for")?;
+            }
         }
         if self.injected {
             write!(f, "; this failure was injected")?;

@@ -221,7 +221,7 @@ impl<D: Driver> Locked<'_, D> {
         Ok(true)
     }
 
-    fn may_give_back(&self, id: BlockId) -> GiveBack {
+    pub(crate) fn may_give_back(&self, id: BlockId) -> GiveBack {
         let view = self.state.view(self.device);
         let block = &view.blocks[id];
         view.segments[block.segment].policy.rules().give_back(view, block)
@@ -249,16 +249,21 @@ impl<D: Driver> Locked<'_, D> {
         Ok(self.room_of(self.driver.memory_info()?.free))
     }
 
-    /// What could be given back, each with its bytes: whole free segments, and pages nobody is at work on. Pages of
-    /// streams of which that is not known come with their stream.
-    fn candidates(&mut self, asking: StreamId, drained: &Drained) -> DriverResult<Candidates> {
+    /// The halves of pools that memory may be given back from.
+    pub(crate) fn halves_to_give_back(&self) -> Vec<PoolIndex> {
         let mut halves = vec![PoolTable::LARGE, PoolTable::SMALL];
         for pool in self.unused_pools(PoolId::DEFAULT) {
             halves.extend([self.half(pool, false), self.half(pool, true)].into_iter().flatten());
         }
+        halves
+    }
+
+    /// What could be given back, each with its bytes: whole free segments, and pages nobody is at work on. Pages of
+    /// streams of which that is not known come with their stream.
+    fn candidates(&mut self, asking: StreamId, drained: &Drained) -> DriverResult<Candidates> {
         let mut work: BTreeMap<(PoolIndex, StreamId), Work> = BTreeMap::new();
         let mut found = Candidates::default();
-        for half in halves {
+        for half in self.halves_to_give_back() {
             let free: Vec<BlockId> = self.state.pools[half].free_blocks().collect();
             for id in free {
                 let block = &self.state.blocks[id];
@@ -315,13 +320,13 @@ impl<D: Driver> Locked<'_, D> {
     /// Whether waiting for pending frees, and for streams that are at work on free memory, may be enough for the
     /// request.
     pub(crate) fn events_help(&mut self, request: &Request) -> DriverResult<bool> {
+        if self.pending_would_serve(request) || self.could_borrow_later(request)? {
+            return Ok(true);
+        }
         let pending = self.pending_bytes();
         let most = self.room()?.saturating_add(self.cached()).saturating_add(pending);
-        if most < request.size {
-            return Ok(false);
-        }
-        if pending > 0 || self.could_borrow_later(request)? {
-            return Ok(true);
+        if pending > 0 || most < request.needed(self.state.policy) {
+            return Ok(most >= request.needed(self.state.policy));
         }
         Ok(self.candidates(request.stream, &Drained::default())?.later)
     }
@@ -338,11 +343,12 @@ impl<D: Driver> Locked<'_, D> {
         request: &Request,
     ) -> DriverResult<Option<Vec<StreamId>>> {
         let room = self.room()?;
-        if room.saturating_add(self.cached()) < request.size {
+        let needed = request.needed(self.state.policy);
+        if room.saturating_add(self.cached()) < needed {
             return Ok(None);
         }
         let found = self.candidates(request.stream, &Drained::default())?;
-        let helps = found.bytes() > 0 && room.saturating_add(found.bytes()) >= request.size;
+        let helps = found.bytes() > 0 && room.saturating_add(found.bytes()) >= needed;
         Ok(helps.then_some(found.to_drain))
     }
 
@@ -357,7 +363,7 @@ impl<D: Driver> Locked<'_, D> {
         let room = self.room()?;
         let candidates = self.candidates(request.stream, drained)?.now;
         let most: u64 = candidates.iter().map(|&(bytes, _)| bytes).sum();
-        if most == 0 || room.saturating_add(most) < request.size {
+        if most == 0 || room.saturating_add(most) < request.needed(self.state.policy) {
             return Ok((Vec::new(), 0));
         }
         // Pages first: what is detached must not be lost to a driver that fails.

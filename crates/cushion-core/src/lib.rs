@@ -59,6 +59,7 @@ mod shortages;
 mod snapshot;
 mod spill;
 mod stats;
+mod stuck;
 mod table;
 
 pub use bytes::parse_bytes;

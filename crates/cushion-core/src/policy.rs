@@ -89,6 +89,16 @@ pub(crate) struct Request {
     pub(crate) owner: Owner,
 }
 
+impl Request {
+    /// What the driver has to have before it can serve the request: pages may be there in part, a segment not.
+    pub(crate) fn needed(&self, policy: Policy) -> u64 {
+        match policy {
+            Policy::Segments => self.wanted,
+            Policy::Expandable => self.size,
+        }
+    }
+}
+
 /// Where memory for a miss comes from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Source {

@@ -11,6 +11,7 @@
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
+use std::time::Duration;
 
 use crate::block::{Block, BlockState};
 use crate::clock::Bell;
@@ -21,6 +22,13 @@ use crate::policy::Request;
 
 /// How often a request may be passed over before it comes before everybody.
 const PASSES: u32 = 64;
+
+/// How much later than it would look by itself a future may look before it loses its place: who makes a future and
+/// polls it no more keeps nobody waiting.
+const LATE: Duration = Duration::from_secs(1);
+
+/// After how many requests those who gave way are looked over.
+const LOOKED_OVER: u32 = 256;
 
 /// How many are woken at a time. The others look by themselves, and each that is served wakes more.
 const WOKEN: usize = 16;
@@ -59,9 +67,16 @@ struct Waiter {
     held_back: bool,
     /// It is to try, whoever is ahead: it would be refused otherwise.
     urged: bool,
+    /// When it looks again by itself, at the latest.
+    looks_by: Duration,
 }
 
 impl Waiter {
+    /// Whether it is a future that nobody polls any more.
+    fn is_forgotten(&self, now: Duration) -> bool {
+        !self.asker.blocks && now > self.looks_by.saturating_add(LATE)
+    }
+
     fn is_starved(&self) -> bool {
         self.passed >= PASSES
     }
@@ -78,6 +93,8 @@ pub(crate) struct Queue {
     /// By ticket.
     waiting: BTreeMap<u64, Waiter>,
     last_ticket: u64,
+    /// When somebody last looked.
+    now: Duration,
     changes: u64,
     /// Requests that fell short and are on their way up: what changes is counted from then on.
     climbers: u32,
@@ -87,6 +104,8 @@ pub(crate) struct Queue {
     /// Whose memory was given back by somebody else, and by whom last: what a thread hands on to others, they may
     /// free while it waits.
     freed_by: BTreeMap<Owner, Owner>,
+    /// Requests since those who gave way were looked over.
+    since_looked_over: u32,
 }
 
 /// Those to wake, once no lock is held.
@@ -135,8 +154,9 @@ impl Queue {
     }
 
     /// The request waits from now on, if it did not already.
-    pub(crate) fn join(&mut self, asker: Asker, bell: &Arc<Bell>) {
-        self.waiting.entry(asker.ticket).or_insert_with(|| {
+    /// It looks again by `looks_by`.
+    pub(crate) fn join(&mut self, asker: Asker, bell: &Arc<Bell>, looks_by: Duration) {
+        let waiter = self.waiting.entry(asker.ticket).or_insert_with(|| {
             let bell = Arc::clone(bell);
             Waiter {
                 asker,
@@ -146,13 +166,27 @@ impl Queue {
                 verdict: None,
                 held_back: false,
                 urged: false,
+                looks_by,
             }
         });
+        waiter.looks_by = looks_by;
+    }
+
+    /// Somebody looks at who waits.
+    pub(crate) fn look(&mut self, now: Duration) {
+        self.now = now;
     }
 
     /// The request waits no longer.
     pub(crate) fn leave(&mut self, ticket: u64) -> Bells {
         if self.waiting.remove(&ticket).is_some() { self.changed() } else { Vec::new() }
+    }
+
+    /// A request that did not find memory at once was served.
+    pub(crate) fn served(&mut self, asker: &Asker) {
+        self.passed_over(asker.ticket);
+        // A task that gave way has begun again.
+        self.gave_way.remove(&asker.owner);
     }
 
     /// A request was served: those who asked before it were passed over.
@@ -232,7 +266,8 @@ impl Queue {
 
     /// Those nobody has decided about yet.
     fn undecided(&self) -> impl Iterator<Item = &Waiter> {
-        self.waiting.values().filter(|waiter| waiter.verdict.is_none())
+        let is_there = |waiter: &&Waiter| !waiter.is_forgotten(self.now);
+        self.waiting.values().filter(|waiter| waiter.verdict.is_none()).filter(is_there)
     }
 
     /// Those who come before a request. A thread does not wait for a future of its own, which nobody else
@@ -331,8 +366,7 @@ impl<D: Driver> Locked<'_, D> {
         if self.state.queue.gave_way.is_empty() {
             return false;
         }
-        let ended = owner::standings(self.state.queue.gave_way.keys().copied());
-        self.state.queue.gave_way.retain(|owner, _| ended[owner] != Standing::Gone);
+        self.look_over_who_gave_way();
         let Some(others) = self.state.queue.gave_way.get(&owner) else { return false };
         let holders = self.holders();
         if holders.contains_key(&owner) {
@@ -343,6 +377,24 @@ impl<D: Driver> Locked<'_, D> {
         }
         self.state.queue.gave_way.remove(&owner);
         false
+    }
+
+    /// Forgets those who gave way and are gone, or to somebody who is gone; now and then, to somebody who holds nothing
+    /// any more: one who does not ask again is not to keep everybody on the slow path.
+    fn look_over_who_gave_way(&mut self) {
+        let gave_way = &self.state.queue.gave_way;
+        let all = gave_way.iter().flat_map(|(owner, others)| others.iter().chain([owner]));
+        let standings = owner::standings(all.copied());
+        let is_there = |owner: &Owner| standings[owner] != Standing::Gone;
+        let queue = &mut self.state.queue;
+        queue.gave_way.retain(|owner, others| is_there(owner) && others.iter().all(is_there));
+        queue.since_looked_over += 1;
+        if queue.since_looked_over >= LOOKED_OVER {
+            queue.since_looked_over = 0;
+            let holders = self.holders();
+            let holds = |owner: &Owner| holders.contains_key(owner);
+            self.state.queue.gave_way.retain(|_, others| others.iter().all(holds));
+        }
     }
 
     /// Who holds memory of the device and is still there, and how much.
@@ -360,37 +412,50 @@ impl<D: Driver> Locked<'_, D> {
         self.holdings().into_iter().map(|(owner, (standing, _))| (owner, standing)).collect()
     }
 
-    /// What may still come for a request that waits. `free` is what the device reports.
+    /// What may still come for a request that waits. `free` is what the device reports; `is_helped` says that a
+    /// callback is under way, which may give back anybody's.
     pub(crate) fn sources(
         &mut self,
         asker: &Asker,
         request: &Request,
         free: Option<u64>,
+        is_helped: bool,
     ) -> Sources {
         let work = !self.is_recording()
             && (!self.state.pending.is_empty() || self.events_help(request).unwrap_or(false));
         let queue = &self.state.queue;
         // What those hold who may still free it, and what is free or will be by itself.
-        let (mut held, mut by_others) = (0_u64, false);
+        let (mut held, mut by_others, mut givers) = (0_u64, is_helped, BTreeSet::new());
         for (owner, (standing, bytes)) in self.holdings() {
             let goes_on = !queue.is_waiting(owner, standing) || queue.may_be_freed_by_others(owner);
             by_others |= goes_on;
             // A task that waits can still be told to give way.
             let is_other_task = owner != asker.owner && matches!(standing, Standing::Task { .. });
-            if goes_on || is_other_task {
+            if goes_on || is_other_task || is_helped {
                 held = held.saturating_add(bytes);
+                givers.insert(owner);
             }
         }
         let room = self.room_of(free.unwrap_or(0));
         let by_itself = [room, self.cached(), self.pending_bytes()];
         let most = by_itself.into_iter().fold(held, u64::saturating_add);
+        let is_enough = most >= request.needed(self.state.policy)
+            || most >= request.size && self.may_leave_room(request, &givers);
         let to_try = |waiter: &Waiter| waiter.tried != Some(queue.changes);
         Sources {
-            events: work && most >= request.size,
-            owners: by_others && most >= request.size,
+            events: work && is_enough,
+            owners: by_others && is_enough,
             processes: self.others_may_help(request, free),
             turn: queue.ahead_of(asker).any(to_try),
         }
+    }
+
+    /// Whether a block for the request may come free in a segment that one of `givers` holds memory in.
+    fn may_leave_room(&self, request: &Request, givers: &BTreeSet<Owner>) -> bool {
+        self.live_blocks().filter(|block| givers.contains(&block.owner)).any(|block| {
+            let large_enough = self.state.segments[block.segment].size >= request.size;
+            large_enough && self.state.pools[block.pool].small == request.small
+        })
     }
 
     /// Whether the memory that other processes hold would be enough, and may be had.

@@ -11,7 +11,8 @@ use crate::receipt::Receipt;
 
 impl<D: Driver> Engine<D> {
     /// Calls `callback` when memory runs out, those of higher priority first. It may free, and even
-    /// allocate; it is never called with a lock held, and never re-entered.
+    /// allocate; it is never called with a lock held, and never re-entered: what its thread asks for meanwhile, on
+    /// whatever device, asks no callbacks and never waits.
     pub fn on_shortage(
         &self,
         priority: i32,

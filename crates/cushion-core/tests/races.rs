@@ -10,7 +10,7 @@ mod tests {
     use std::panic::{AssertUnwindSafe, catch_unwind};
     use std::pin::pin;
     use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-    use std::sync::{Arc, Mutex, OnceLock, Weak};
+    use std::sync::{Arc, Barrier, Mutex, OnceLock, Weak};
     use std::task::{Context, Wake, Waker};
     use std::time::Duration;
 
@@ -21,8 +21,8 @@ mod tests {
     use cushion_core::size::MIB;
     use cushion_core::testing::RealClock;
     use cushion_core::{
-        AllocError, Bell, CallbackId, Clock, Driver, Engine, EngineConfig, Options, Rung, SimClock,
-        SimConfig, SimDriver, StreamId, Task, VirtualClock, set_budget,
+        AllocError, Bell, CallbackId, Clock, Context as Tag, Driver, Ended, Engine, EngineConfig,
+        Options, Rung, SimClock, SimConfig, SimDriver, StreamId, Task, VirtualClock, set_budget,
     };
 
     use crate::common::*;
@@ -285,6 +285,27 @@ mod tests {
     }
 
     #[test]
+    fn another_process_that_lets_go_serves_if_it_lets_go_of_enough() {
+        for (keeps, serves) in [(0, true), (70, false)] {
+            let (gpu, clock) = trick_gpu(100, "");
+            assert!(gpu.driver().set_tenant(1, 90 * MIB));
+            let engine = Arc::downgrade(&gpu);
+            clock.play_on_wait(move || {
+                assert!(engine.upgrade().unwrap().driver().set_tenant(1, keeps * MIB));
+            });
+            assert_eq!(gpu.alloc(40 * MIB, S0).is_ok(), serves);
+            let receipt = gpu.receipts().pop().unwrap();
+            let waited = receipt.shortage.tried.iter().find(|it| it.rung == Rung::Wait).unwrap();
+            let (ended, took) = if serves {
+                (Ended::Nothing, receipt.took < Duration::from_secs(1))
+            } else {
+                (Ended::TimeIsUp, receipt.took == Duration::from_secs(3))
+            };
+            assert_eq!((waited.ended, took), (ended, true));
+        }
+    }
+
+    #[test]
     fn room_that_another_process_makes_during_the_wait_for_events_serves() {
         let (gpu, clock) = trick_gpu(120, "");
         assert!(gpu.driver().set_tenant(1, 60 * MIB));
@@ -373,6 +394,156 @@ mod tests {
         take(&gpu, 90 * MIB, S0);
         gpu.driver().fail(FailWhen::Nth(Call::CreateHost, 1), Fault::Failed(801));
         full_now(gpu.alloc(40 * MIB, S0));
+    }
+
+    /// A segment for 5 MiB takes 20 from the device.
+    #[test]
+    fn what_is_too_little_for_a_segment_is_neither_given_back_nor_waited_for() {
+        let gpu = gpu(26, "");
+        take(&gpu, 20 * MIB, S0);
+        let gate = Barrier::new(2);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let small = [(); 6].map(|()| take(&gpu, MIB, S0));
+                gate.wait();
+                gate.wait();
+                small.into_iter().for_each(|address| gpu.free(address).unwrap());
+            });
+            gate.wait();
+            full_now(gpu.alloc(5 * MIB, S0));
+            gate.wait();
+        });
+        full_now(gpu.alloc(5 * MIB, S0));
+        assert_eq!(reserved_mib(&gpu), 26, "the cache stays");
+        for receipt in gpu.receipts() {
+            assert_eq!(receipt.took, Duration::ZERO);
+        }
+    }
+
+    #[test]
+    fn what_anothers_callback_is_about_to_free_is_waited_for() {
+        let gpu = Arc::new(real_gpu("wait_ms:60000"));
+        let spare = AtomicU64::new(take(&gpu, 90 * MIB, S0));
+        let engine = Arc::downgrade(&gpu);
+        let running = Arc::new(AtomicBool::new(false));
+        let runs = Arc::clone(&running);
+        gpu.on_shortage(0, move |_| {
+            let gpu = engine.upgrade().unwrap();
+            runs.store(true, Ordering::Relaxed);
+            // Until the other thread is short of memory, too.
+            until_waiting(&gpu);
+            let _ = gpu.free(spare.swap(0, Ordering::Relaxed));
+        });
+        std::thread::scope(|scope| {
+            let other = scope.spawn(|| gpu.alloc(40 * MIB, S0));
+            while !running.load(Ordering::Relaxed) {
+                std::thread::yield_now();
+            }
+            gpu.alloc(40 * MIB, S0).unwrap();
+            other.join().unwrap().unwrap();
+        });
+    }
+
+    #[test]
+    fn a_driver_that_fails_while_others_are_waited_for_is_told() {
+        let rungs = "garbage+poll+borrow+events+oversize+cached+pieces+callbacks+spill";
+        let gpu = gpu(100, &format!("skip_rungs:{rungs}"));
+        let held = take(&gpu, 60 * MIB, S0);
+        gpu.record_stream(held, S1).unwrap();
+        gpu.driver().launch(S1);
+        gpu.free(held).unwrap();
+        gpu.driver().fail(FailWhen::Nth(Call::EventQuery, 2), Fault::Failed(7));
+        let result = gpu.alloc(60 * MIB, S0);
+        assert!(matches!(result, Err(AllocError::Driver(_))), "{result:?}");
+        let receipt = gpu.receipts().pop().unwrap();
+        let waited = receipt.shortage.tried.iter().find(|it| it.rung == Rung::Wait).unwrap();
+        assert_eq!(waited.ended, Ended::Failed);
+        gpu.driver().finish_all();
+        take(&gpu, 60 * MIB, S0);
+    }
+
+    /// The message says what was done, and nothing against that.
+    #[test]
+    fn beside_a_capture_others_are_waited_for_and_the_message_says_so() {
+        let gpu = gpu(100, "");
+        gpu.begin_allocate_to_pool(POOL, Box::new(|s| s == S2)).unwrap();
+        take(&gpu, 90 * MIB, S0);
+        let of_default_pool = |gpu: &Gpu| gpu.alloc(50 * MIB, S1).unwrap_err().to_string();
+        let text =
+            std::thread::scope(|scope| scope.spawn(|| of_default_pool(&gpu)).join().unwrap());
+        assert!(text.contains("so nothing could be given back. "), "{text}");
+        assert!(text.contains("waited for others to give memory back (3000 ms)"), "{text}");
+        let of_pool = gpu.alloc(50 * MIB, S2).unwrap_err().to_string();
+        assert!(of_pool.contains("nothing could be given back or waited for"), "{of_pool}");
+    }
+
+    #[test]
+    fn what_is_prepared_is_for_its_own_stream() {
+        for conf in POLICIES {
+            let gpu = gpu(100, conf);
+            let cached = take(&gpu, 60 * MIB, S0);
+            gpu.driver().launch(S0);
+            gpu.free(cached).unwrap();
+            gpu.prefetch(60 * MIB, S1).unwrap();
+            assert!(gpu.would_hit(60 * MIB, S1), "{conf}");
+        }
+    }
+
+    // ---- tasks that gave way ----
+
+    /// Two tasks of 40 MiB each ask for as much again; the second gives way, gives back, and the first is served:
+    /// returns what the first holds.
+    fn give_way(gpu: &Gpu, first: &Task, second: &Task) -> [u64; 2] {
+        let own = |task: &Task| {
+            let _working = task.enter();
+            gpu.alloc(40 * MIB, S0)
+        };
+        let held = [own(first).unwrap(), own(second).unwrap()];
+        std::thread::scope(|scope| {
+            let more = scope.spawn(|| own(first));
+            until_waiting(gpu);
+            let told = own(second);
+            assert!(matches!(told, Err(AllocError::GiveWay(_))), "{told:?}");
+            gpu.free(held[1]).unwrap();
+            [held[0], more.join().unwrap().unwrap()]
+        })
+    }
+
+    /// The first keeps some for good, as weights are kept.
+    #[test]
+    fn a_task_that_gave_way_is_held_back_once() {
+        let gpu = real_gpu("wait_ms:200");
+        let (first, second) = (Task::new("first", 0), Task::new("second", 0));
+        let [_weights, more] = give_way(&gpu, &first, &second);
+        gpu.free(more).unwrap();
+        let _working = second.enter();
+        let waited = gpu.waited().total();
+        for _ in 0..3 {
+            let address = take(&gpu, 20 * MIB, S0);
+            gpu.free(address).unwrap();
+        }
+        let waited = gpu.waited().total() - waited;
+        assert!(waited < Duration::from_millis(400), "{waited:?} of 200 ms once");
+    }
+
+    #[test]
+    fn one_that_gave_way_and_asks_no_more_slows_nobody_down() {
+        for first_ends in [true, false] {
+            let gpu = real_gpu("wait_ms:60000");
+            let (first, second) = (Task::new("first", 0), Task::new("second", 0));
+            for held in give_way(&gpu, &first, &second) {
+                gpu.free(held).unwrap();
+            }
+            if first_ends {
+                drop(first);
+            }
+            for _ in 0..300 {
+                let address = take(&gpu, MIB, S0);
+                gpu.free(address).unwrap();
+            }
+            let at_once = gpu.alloc_at_once_for(MIB, S0, Tag::NONE).unwrap();
+            assert!(at_once.is_some(), "{first_ends}: nobody waits, and nobody is held back");
+        }
     }
 
     // ---- while somebody stands ahead ----
@@ -477,6 +648,41 @@ mod tests {
         assert!(future.as_mut().poll(&mut Context::from_waker(&waker)).is_pending());
         clock.advance(Duration::from_secs(3600));
         assert!(wakes.0.load(Ordering::Relaxed) > 0);
+    }
+
+    #[test]
+    fn a_future_that_nobody_polls_any_more_keeps_nobody_waiting() {
+        let (gpu, clock) = virtual_gpu();
+        let held = take(&gpu, 100 * MIB, S0);
+        let mut future = pin!(gpu.alloc_async(60 * MIB, S0));
+        assert!(future.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_pending());
+        gpu.free(held).unwrap();
+        let at_once = || {
+            let before = clock.now();
+            elsewhere(|| {
+                let address = take(&gpu, MIB, S0);
+                gpu.free(address).unwrap();
+            });
+            clock.now() == before
+        };
+        clock.advance(Duration::from_secs(2));
+        assert!(at_once(), "it would have looked long ago");
+        // It has its place again when it is polled, and its budget.
+        assert!(future.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_ready());
+    }
+
+    #[test]
+    fn a_request_that_won_nothing_wakes_nobody() {
+        let (gpu, _clock) = virtual_gpu();
+        take(&gpu, 100 * MIB, S0);
+        let wakes = Arc::new(Wakes::default());
+        let waker = Waker::from(Arc::clone(&wakes));
+        let mut future = pin!(gpu.alloc_async(60 * MIB, S0));
+        assert!(future.as_mut().poll(&mut Context::from_waker(&waker)).is_pending());
+        let before = set_budget(Some(Duration::ZERO));
+        full_now(gpu.alloc(50 * MIB, S0));
+        set_budget(before);
+        assert_eq!(wakes.0.load(Ordering::Relaxed), 0);
     }
 
     #[test]

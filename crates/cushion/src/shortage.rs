@@ -80,7 +80,7 @@ impl Device {
 
     // ---- ahead of time, and as a future ----
 
-    /// Prepares memory: afterwards a request of up to `bytes` bytes on `stream` needs nothing from the device.
+    /// Prepares memory: afterwards a request of `bytes` bytes on `stream` needs nothing from the device.
     /// What the device has no room for is won as for an allocation, or refused as one is.
     pub fn prefetch(&self, bytes: u64, stream: &(impl AsStream + ?Sized)) -> Result<(), Error> {
         Ok(self.engine().prefetch(bytes, self.using(stream)?)?)

@@ -64,7 +64,7 @@ impl<D: Driver> Engine<D> {
             // The driver had more: a miss, and no shortage.
             self.locked(|engine| {
                 engine.counters.misses.add(1);
-                engine.state.queue.passed_over(climb.asker.ticket);
+                engine.state.queue.served(&climb.asker);
             });
             self.leave(climb);
         }
@@ -116,7 +116,7 @@ impl<D: Driver> Engine<D> {
         let (figures, bells) = self.locked(|mut engine| {
             if outcome.is_survived() {
                 engine.counters.misses.add(1);
-                engine.state.queue.passed_over(climb.asker.ticket);
+                engine.state.queue.served(&climb.asker);
             }
             climb.ended = true;
             engine.state.queue.end_climb();
@@ -128,6 +128,9 @@ impl<D: Driver> Engine<D> {
             // What was held when it fell short, if it was served; else what is held now.
             let before = climb.figures.take().filter(|_| outcome.is_survived());
             let mut figures = before.map_or_else(|| engine.figures(climb), |figures| *figures);
+            if !outcome.is_survived() {
+                engine.tell_what_helps(climb, &mut figures.shortage);
+            }
             figures.shortage.receipt = number;
             figures.shortage.tried = climb.rungs.clone();
             engine.count_shortage(&figures.shortage, climb, outcome, took);
@@ -176,6 +179,13 @@ impl<D: Driver> Locked<'_, D> {
         }
     }
 
+    /// Adds what only those need to know whose request was refused.
+    fn tell_what_helps(&self, climb: &Climb, shortage: &mut Shortage) {
+        let request = self.request_of(climb);
+        shortage.stuck = Some(self.stuck());
+        shortage.fits_on_pages = self.fits_on_pages(&request, shortage.device_free.unwrap_or(0));
+    }
+
     /// What there is that a request could be served from. `free` is what the device reports.
     pub(super) fn seen(&self, free: Option<u64>) -> Seen {
         let stats = self.counters.read(self.lanes);
@@ -205,6 +215,9 @@ impl<D: Driver> Locked<'_, D> {
             allocated: allocated.current,
             pending: active.current.saturating_sub(allocated.current),
             spilled: stats.spilled_bytes.current,
+            overhead: self.device.process_overhead,
+            stuck: None,
+            fits_on_pages: false,
             private_free: stats.lanes.iter().filter(private).map(|lane| lane.free_bytes).sum(),
             largest_free: stats.largest_free_block(),
             recording: self.is_recording(),

@@ -17,8 +17,8 @@ use crate::pool::PoolId;
 use crate::queue::{Bells, Standstill};
 
 impl<D: Driver> Engine<D> {
-    /// Runs `f`, which lets the driver wait, while no capture is under way; those who wait are woken afterwards. PyTorch
-    /// gives memory back beside captures on other streams, too.
+    /// Runs `f`, which lets the driver wait, while no capture is under way. PyTorch gives memory back beside captures
+    /// on other streams, too.
     fn outside_capture<T>(&self, climb: &Climb, f: impl FnOnce() -> T) -> Option<T> {
         let guard = match climb.ladder {
             Ladder::Torch => self.no_capture_begins(),
@@ -26,19 +26,32 @@ impl<D: Driver> Engine<D> {
         };
         let result = f();
         drop(guard);
-        self.wake();
+        Some(result)
+    }
+
+    /// As [`outside_capture`](Self::outside_capture), for what gives memory back: those who wait are woken if it did.
+    fn giving_back<T>(
+        &self,
+        climb: &Climb,
+        f: impl FnOnce() -> DriverResult<(u64, T)>,
+    ) -> Option<DriverResult<(u64, T)>> {
+        let result = self.outside_capture(climb, f)?;
+        // Where the driver fails, some may have been given back, and others are in their pools again.
+        if !matches!(result, Ok((0, _))) {
+            self.wake();
+        }
         Some(result)
     }
 
     pub(super) fn collect_garbage(&self, climb: &Climb) -> Visit {
-        let given_back = self.outside_capture(climb, || {
+        let given_back = self.giving_back(climb, || {
             let leaving = self.locked(|mut engine| engine.detach_garbage());
-            self.release(leaving, climb.asked.context)
+            Ok((self.release(leaving, climb.asked.context)?, ()))
         });
-        let Some(given_back) = given_back else { return Visit::Left(Ended::Illegal) };
         match given_back {
-            Ok(won) => Visit::Won(won),
-            Err(error) => Visit::Failed(error),
+            None => Visit::Left(Ended::Illegal),
+            Some(Ok((won, ()))) => Visit::Won(won),
+            Some(Err(error)) => Visit::Failed(error),
         }
     }
 
@@ -121,7 +134,8 @@ impl<D: Driver> Engine<D> {
     /// Waits for just enough pending frees: until a free block serves the request, or giving memory back
     /// would make room.
     pub(super) fn wait_for_events(&self, climb: &mut Climb) -> DriverResult<Visit> {
-        let left = self.may_wait(climb);
+        let now = self.clock.now();
+        let left = self.may_wait(climb, now);
         self.locked(|mut engine| {
             if engine.is_recording() {
                 return Ok(Visit::Left(Ended::Illegal));
@@ -140,10 +154,10 @@ impl<D: Driver> Engine<D> {
             if let Some(address) = engine.borrow_if_allowed(climb, &request)? {
                 return Ok(Visit::Served(address, 0));
             }
-            let now = engine.seen(Some(engine.driver.memory_info()?.free));
-            if now.room >= request.wanted && climb.seen.is_none_or(|seen| now.room > seen.room) {
+            let seen = engine.seen(Some(engine.driver.memory_info()?.free));
+            if seen.room >= request.wanted && climb.seen.is_none_or(|it| seen.room > it.room) {
                 // Others gave memory back to the driver meanwhile.
-                climb.seen = Some(now);
+                climb.seen = Some(seen);
                 return Ok(Visit::Again);
             }
             let helps = engine.pending_would_serve(&request)
@@ -154,18 +168,18 @@ impl<D: Driver> Engine<D> {
             if left.is_zero() {
                 return Ok(Visit::Left(Ended::TimeIsUp));
             }
-            engine.join(climb);
+            engine.join(climb, now);
             Ok(Visit::Stay(climb.backoff.pause().min(left)))
         })
     }
 
     pub(super) fn give_back_oversize(&self, climb: &Climb) -> Visit {
-        let given_back = self.outside_capture(climb, || {
+        let given_back = self.giving_back(climb, || {
             let (leaving, enough) = self.locked(|mut engine| {
                 let request = engine.request_of(climb);
                 engine.detach_oversize(&request)
             });
-            self.release(leaving, climb.asked.context).map(|won| (won, enough))
+            Ok((self.release(leaving, climb.asked.context)?, enough))
         });
         match given_back {
             None => Visit::Left(Ended::Illegal),
@@ -187,12 +201,12 @@ impl<D: Driver> Engine<D> {
             let after = self.counters.reserved_bytes.current();
             return Ok(Visit::Won(before.saturating_sub(after)));
         }
-        let given_back = self.outside_capture(climb, || {
+        let given_back = self.giving_back(climb, || {
             let streams = self.locked(|mut engine| {
                 let request = engine.request_of(climb);
                 engine.streams_to_drain(&request)
             })?;
-            let Some(streams) = streams else { return Ok(0) };
+            let Some(streams) = streams else { return Ok((0, ())) };
             let drained = self.drain(&streams)?;
             let (leaving, unmapped) = self.locked(|mut engine| {
                 let request = engine.request_of(climb);
@@ -200,13 +214,13 @@ impl<D: Driver> Engine<D> {
             })?;
             let released = self.release(leaving, context)?;
             self.locked(|mut engine| engine.close_empty_pools());
-            Ok(unmapped + released)
+            Ok((unmapped + released, ()))
         });
         match given_back {
             None => Ok(Visit::Left(Ended::Illegal)),
             Some(given_back) => match given_back? {
-                0 => Ok(Visit::Left(Ended::Nothing)),
-                won => Ok(Visit::Won(won)),
+                (0, ()) => Ok(Visit::Left(Ended::Nothing)),
+                (won, ()) => Ok(Visit::Won(won)),
             },
         }
     }
@@ -222,6 +236,7 @@ impl<D: Driver> Engine<D> {
             (live.current(), reserved.current())
         };
         let before = held();
+        let gives_back = !climb.options.skip_rungs.contains(Rung::Cached);
         let plea = || {
             let time_left = climb.left(self.clock.now());
             Plea { device: self.device.device, bytes: wanted, time_left }
@@ -231,7 +246,9 @@ impl<D: Driver> Engine<D> {
                 let request = engine.request_of(climb);
                 let policy = engine.state.policy;
                 let helps = |engine: &mut Locked<'_, D>| {
-                    !engine.is_recording() && engine.giving_back_helps(&request).unwrap_or(false)
+                    !engine.is_recording()
+                        && gives_back
+                        && engine.giving_back_helps(&request).unwrap_or(false)
                 };
                 engine.choose(&request, policy).is_some() || helps(&mut engine)
             })
@@ -251,9 +268,10 @@ impl<D: Driver> Engine<D> {
                 let served = self.then(climb, &[Then::Search]);
                 match served {
                     Ok(Some(address)) => Visit::Served(address, won),
-                    Ok(None) => {
+                    Ok(None) if won > 0 && gives_back => {
                         self.give_back(climb).map_or_else(Visit::Failed, |_| Visit::Won(won))
                     }
+                    Ok(None) => Visit::Won(won),
                     Err(error) => Visit::Failed(error),
                 }
             }
@@ -262,8 +280,10 @@ impl<D: Driver> Engine<D> {
 
     /// Waits for its turn, for other threads and for other processes.
     pub(super) fn wait_for_others(&self, climb: &mut Climb) -> Visit {
-        let left = self.may_wait(climb);
+        let now = self.clock.now();
+        let left = self.may_wait(climb, now);
         let free = self.driver.memory_info().ok().map(|info| info.free);
+        let is_helped = self.callbacks.are_running();
         let (visit, bells) = self.locked(|mut engine| {
             if let Some(verdict) = engine.state.queue.verdict(climb.asker.ticket) {
                 climb.verdict = Some(verdict);
@@ -275,9 +295,12 @@ impl<D: Driver> Engine<D> {
             {
                 return (Visit::Failed(error), Bells::new());
             }
-            engine.join(climb);
+            engine.state.queue.look(now);
+            if !left.is_zero() {
+                engine.join(climb, now);
+            }
             let request = engine.request_of(climb);
-            let mut sources = engine.sources(&climb.asker, &request, free);
+            let mut sources = engine.sources(&climb.asker, &request, free, is_helped);
             // One that gave way is let in when its time is up, rather than refused.
             let held_back = !left.is_zero() && engine.is_held_back(climb.asker.owner);
             engine.state.queue.hold_back(climb.asker.ticket, held_back);
@@ -296,7 +319,7 @@ impl<D: Driver> Engine<D> {
                     return (Visit::Again, bells.unwrap_or_default());
                 }
                 engine.state.queue.tried(climb.asker.ticket);
-                sources = engine.sources(&climb.asker, &request, free);
+                sources = engine.sources(&climb.asker, &request, free, is_helped);
                 sources.turn |= held_back;
             }
             if left.is_zero() {
@@ -332,8 +355,8 @@ impl<D: Driver> Engine<D> {
     }
 
     /// How long a request may still wait: what is left of its own budget, and of the process's.
-    pub(super) fn may_wait(&self, climb: &Climb) -> Duration {
-        let left = climb.left(self.clock.now());
+    pub(super) fn may_wait(&self, climb: &Climb, now: Duration) -> Duration {
+        let left = climb.left(now);
         let total = climb.options.wait_total_ms.map(Duration::from_millis);
         total.map_or(left, |total| left.min(total.saturating_sub(self.waited.total())))
     }
@@ -357,7 +380,8 @@ impl<D: Driver> Locked<'_, D> {
         let now = self.seen(free);
         let before = climb.seen.replace(now);
         let is_more = before.is_none_or(|before| now.is_more_than(&before));
-        let may_do = now.available >= request.size || now.largest >= request.size;
+        let needed = request.needed(self.state.policy);
+        let may_do = now.available >= needed || now.largest >= request.size;
         let is_worth = !climb.has_climbed() || work_ended || is_more && may_do;
         if left.is_zero() && std::mem::replace(&mut climb.tried_last, true) {
             return false;
@@ -372,8 +396,11 @@ impl<D: Driver> Locked<'_, D> {
         Ok(before.saturating_sub(self.counters.active_bytes.current()))
     }
 
-    pub(super) fn join(&mut self, climb: &Climb) {
-        self.state.queue.join(climb.asker, &climb.bell);
+    pub(super) fn join(&mut self, climb: &Climb, now: Duration) {
+        let pause = Duration::from_millis(climb.options.wait_ceiling_ms);
+        let looks_by = climb.deadline.min(now.saturating_add(pause));
+        self.state.queue.look(now);
+        self.state.queue.join(climb.asker, &climb.bell, looks_by);
         self.state.pay_attention();
     }
 
@@ -394,13 +421,13 @@ impl<D: Driver> Locked<'_, D> {
         Ok(block.map(|block| self.hand_out(Found { block, policy }, &request, context)))
     }
 
-    /// Borrows, unless that rung is switched off.
+    /// Borrows, unless that rung is switched off, or what is borrowed would not help.
     pub(super) fn borrow_if_allowed(
         &mut self,
         climb: &Climb,
         request: &Request,
     ) -> DriverResult<Option<u64>> {
-        if climb.options.skip_rungs.contains(Rung::Borrow) {
+        if climb.asked.ahead || climb.options.skip_rungs.contains(Rung::Borrow) {
             return Ok(None);
         }
         self.borrow_from_streams(request, Lend::Whole, &Drained::default(), climb.asked.context)

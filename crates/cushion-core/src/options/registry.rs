@@ -164,8 +164,9 @@ pub static REGISTRY: &[OptionSpec] = &[
         default: "3000",
         accepts: "a whole number of milliseconds",
         meaning: "How long one request may wait for memory that can still come: for work on other \
-                  streams, for other threads, for other processes on the device. 0 never waits, as \
-                  a search for the largest batch size wants it.",
+                  streams, for other threads, for other processes on the device. 0 waits for \
+                  none of these, as a search for the largest batch size wants it; the driver still \
+                  waits for work under way where cached memory is given back.",
         worst_case: "a request that is refused in the end is refused so much later.",
         resets: false,
         read: |options, value| {
