@@ -30,7 +30,7 @@ mod tests {
         assert_eq!(code, Some(1));
         assert!(table.contains("at event 278444 a request of 3.79 GiB was refused"), "{table}");
         let told = "llama_varlen.capped24.pickle.gz, segments: 2 shortages, 1 survived (by cached 1), \
-                    1 refused, 0.0 ms lost\n    fits with policy expandable\n";
+                    1 refused, 0.0 ms lost\n    fits with policy expandable\n    needs 2.55 GiB more\n";
         assert!(table.ends_with(told), "{table}");
     }
 
@@ -41,7 +41,9 @@ mod tests {
         assert!(table.ends_with("1 survived (by cached 1), 0 refused, 0.0 ms lost\n"), "{table}");
         let (code, table, _) = capped(&["--ladder", "graceful", "--policy", "segments"]);
         assert_eq!(code, Some(1));
-        assert!(table.ends_with("1 refused, 0.0 ms lost\n    fits with policy expandable\n"));
+        assert!(table.ends_with(
+            "1 refused, 0.0 ms lost\n    fits with policy expandable\n    needs 2.55 GiB more\n"
+        ));
     }
 
     #[test]
