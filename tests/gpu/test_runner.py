@@ -168,15 +168,16 @@ class Verdicts(unittest.TestCase):
 
 class Losses(unittest.TestCase):
     def test_equal_where_pytorch_repeats_itself(self):
-        same = {"native 1": 2.5, "native 2": 2.5, "segments": 2.5, "expandable": 2.5}
+        same = dict.fromkeys(losses.RUNS, 2.5)
         self.assertEqual(losses.judge("w", same), [])
         self.assertEqual(len(losses.judge("w", {**same, "expandable": 2.500001})), 1)
         self.assertEqual(len(losses.judge("w", {**same, "segments": float("nan")})), 1)
 
     def test_near_where_it_does_not(self):
-        near = {"native 1": 2.5, "native 2": 2.6, "segments": 2.85, "expandable": 2.2}
+        near = {**dict.fromkeys(losses.RUNS, 2.5), "native 3": 2.6, "segments": 2.69, "expandable": 2.41}
         self.assertEqual(losses.judge("w", near), [])
-        self.assertEqual(len(losses.judge("w", {**near, "segments": 3.0})), 1)
+        self.assertEqual(len(losses.judge("w", {**near, "segments": 2.71})), 1)
+        self.assertEqual(len(losses.judge("w", {**near, "expandable": 2.39})), 1)
 
     def test_all_runs_are_of_one_kind(self):
         for job in losses.jobs_of("gpt2_train"):
