@@ -45,7 +45,7 @@ pub(crate) fn alloc_for(
             report(engine, address, device, 1);
             Ok(address)
         }
-        Err(error) => Err(refusal::refused(device, engine, &error)),
+        Err(error) => Err(refusal::refused(device, &error)),
     }
 }
 

@@ -5,9 +5,9 @@
 use std::fmt::Write as _;
 use std::sync::{Mutex, PoisonError};
 
+use cushion::DeviceError;
 use cushion::core::size::display;
-use cushion::core::{AllocError, Shortage};
-use cushion::{DeviceEngine, DeviceError};
+use cushion::core::{AllocError, Policy, Remedy, Shortage};
 use pyo3::prelude::*;
 
 use crate::profiler::{self, Totals};
@@ -32,7 +32,7 @@ pub(crate) fn no_device(device: i64, error: &DeviceError) -> Failure {
 
 /// A request was refused. No lock of Cushion's is held.
 #[cold]
-pub(crate) fn refused(device: i64, engine: &DeviceEngine, error: &AllocError) -> Failure {
+pub(crate) fn refused(device: i64, error: &AllocError) -> Failure {
     let Some(shortage) = error.shortage() else {
         return Failure::Other(format!("Cushion on GPU {device}: {}", plugin::explain(error)));
     };
@@ -43,7 +43,7 @@ pub(crate) fn refused(device: i64, engine: &DeviceEngine, error: &AllocError) ->
     let free = shortage.device_free.unwrap_or(0);
     let limit = shortage.allowed.unwrap_or(shortage.device_total);
     tell(device, shortage.wanted, limit, free);
-    Failure::OutOfMemory(message(device, engine, error, shortage))
+    Failure::OutOfMemory(message(device, error, shortage))
 }
 
 /// Tells the observers. What they raise is shown by Python as errors that nobody can catch are, and the
@@ -65,7 +65,7 @@ fn tell(device: i64, bytes: u64, limit: u64, free: u64) {
     });
 }
 
-fn message(device: i64, engine: &DeviceEngine, error: &AllocError, shortage: &Shortage) -> String {
+fn message(device: i64, error: &AllocError, shortage: &Shortage) -> String {
     if shortage.requested >= EXBIBYTE {
         return "CUDA out of memory. Tried to allocate more than 1EB memory.".to_owned();
     }
@@ -102,7 +102,7 @@ fn message(device: i64, engine: &DeviceEngine, error: &AllocError, shortage: &Sh
         }
         _ => {}
     }
-    add_hint(&mut text, engine, shortage, cached);
+    add_hint(&mut text, shortage);
     text
 }
 
@@ -121,7 +121,7 @@ fn add_what_was_tried(text: &mut String, shortage: &Shortage) {
     if shortage.recording {
         text.push_str(
             " Allocations go to a private pool, where a graph capture may be under way: nothing can be \
-             given back or waited for then.",
+             given back then.",
         );
     }
     let _ = write!(text, " The largest free block is {}", display(shortage.largest_free));
@@ -134,17 +134,15 @@ fn add_what_was_tried(text: &mut String, shortage: &Shortage) {
     text.push('.');
 }
 
-fn add_hint(text: &mut String, engine: &DeviceEngine, shortage: &Shortage, cached: u64) {
-    let fragmented = cached >= shortage.wanted;
-    if fragmented && !engine.options().expandable_segments {
+fn add_hint(text: &mut String, shortage: &Shortage) {
+    if shortage.remedies().contains(&Remedy::Policy(Policy::Expandable)) {
         text.push_str(
             " Cached memory would be enough if it lay together: cushion.install(policy=\"expandable\"), or \
              CUSHION_POLICY=expandable, lets it.",
         );
         return;
     }
-    let used = shortage.device_total.saturating_sub(shortage.device_free.unwrap_or(0));
-    let others = used.saturating_sub(shortage.reserved);
+    let others = shortage.others();
     if others >= shortage.wanted {
         let _ = write!(
             text,
