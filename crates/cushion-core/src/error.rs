@@ -83,9 +83,10 @@ pub struct Shortage {
     pub pending: u64,
     /// Bytes in host memory, at device addresses.
     pub spilled: u64,
-    /// What this process costs the device beside what it holds.
+    /// Bytes of the device that are neither free nor this engine's, nor what every process costs: other processes
+    /// have them, or this one has them past its allocator.
     #[serde(default)]
-    pub overhead: u64,
+    pub others: u64,
     /// Bytes held that cannot be given back as things lie; known of requests that were refused.
     #[serde(default)]
     pub stuck: Option<u64>,
@@ -110,15 +111,6 @@ impl Shortage {
     #[must_use]
     pub fn cached(&self) -> u64 {
         self.reserved.saturating_sub(self.allocated).saturating_sub(self.pending)
-    }
-
-    /// Bytes of the device that are neither free nor this engine's, nor what every process costs: other processes
-    /// have them, or this one has them past its allocator.
-    #[must_use]
-    pub fn others(&self) -> u64 {
-        let free = self.device_free.unwrap_or(self.device_total);
-        let used = self.device_total.saturating_sub(free);
-        used.saturating_sub(self.reserved).saturating_sub(self.overhead)
     }
 
     /// Bytes that could still be got from the device.
@@ -152,10 +144,7 @@ impl Shortage {
             let stuck = if self.recording { Some(self.reserved) } else { self.stuck };
             if let Some(stuck) = stuck {
                 let in_one = self.room().saturating_add(self.reserved.saturating_sub(stuck));
-                let needed = match self.policy {
-                    Policy::Segments => self.wanted,
-                    Policy::Expandable => self.size,
-                };
+                let needed = self.policy.needed(self.size, self.wanted);
                 let missing = needed.saturating_sub(in_one);
                 remedies.extend((missing > 0).then_some(Remedy::More(missing)));
             }
@@ -166,8 +155,8 @@ impl Shortage {
             }
             let may_hold =
                 self.allowed.is_none_or(|most| self.reserved.saturating_add(missing) <= most);
-            if self.others() >= missing && may_hold {
-                remedies.push(Remedy::Others(self.others()));
+            if self.others >= missing && may_hold {
+                remedies.push(Remedy::Others(self.others));
             }
             remedies.push(Remedy::More(missing));
         }

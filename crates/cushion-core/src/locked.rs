@@ -363,18 +363,17 @@ impl<D: Driver> Locked<'_, D> {
         context: Context,
     ) -> Result<(), AddressError> {
         let id = self.state.live.remove(&address).ok_or(AddressError::Unknown { address })?;
-        let block = &mut self.state.blocks[id];
+        let State { blocks, queue, pools, .. } = &mut *self.state;
+        let block = &mut blocks[id];
         block.state = BlockState::Pending;
         if block.owner != by {
-            let owner = block.owner;
-            self.state.queue.note_freed_by(owner, by);
+            queue.note_freed_by(block.owner, by);
         }
-        let block = &mut self.state.blocks[id];
         if Self::is_spill(block.pool) {
             return self.free_spilled(id, context);
         }
         let (size, used_elsewhere) = (block.size, block.uses.is_some());
-        let small = self.state.pools[block.pool].small;
+        let small = pools[block.pool].small;
         self.counters.allocation.decrease(small, 1);
         self.counters.allocated_bytes.decrease(small, size);
         if self.is_oversize(size) {

@@ -48,6 +48,15 @@ impl Policy {
         if options.expandable_segments { Self::Expandable } else { Self::Segments }
     }
 
+    /// What the driver has to have before it can serve a request for a block of `size` bytes, for which a segment
+    /// takes `wanted`: pages may be there in part, a segment not.
+    pub(crate) fn needed(self, size: u64, wanted: u64) -> u64 {
+        match self {
+            Self::Segments => wanted,
+            Self::Expandable => size,
+        }
+    }
+
     /// Its decisions.
     pub(crate) fn rules(self) -> &'static dyn Rules {
         match self {
@@ -90,12 +99,9 @@ pub(crate) struct Request {
 }
 
 impl Request {
-    /// What the driver has to have before it can serve the request: pages may be there in part, a segment not.
+    /// What the driver has to have before it can serve the request.
     pub(crate) fn needed(&self, policy: Policy) -> u64 {
-        match policy {
-            Policy::Segments => self.wanted,
-            Policy::Expandable => self.size,
-        }
+        policy.needed(self.size, self.wanted)
     }
 }
 

@@ -42,8 +42,10 @@ impl<D: Driver> Engine<D> {
         pool: PoolId,
         filter: StreamFilter,
     ) -> Result<(), PoolError> {
-        let _nobody_waits = self.captures.write().unwrap_or_else(PoisonError::into_inner);
-        let begun = self.locked(|mut engine| engine.begin_pool(pool, filter));
+        let begun = {
+            let _nobody_waits = self.captures.write().unwrap_or_else(PoisonError::into_inner);
+            self.locked(|mut engine| engine.begin_pool(pool, filter))
+        };
         // A filter that is not needed is the caller's: it goes with no lock held.
         begun.map_err(|(error, _filter)| error)
     }

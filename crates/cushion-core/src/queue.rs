@@ -458,12 +458,17 @@ impl<D: Driver> Locked<'_, D> {
         })
     }
 
+    /// Bytes of a device that reports `free` bytes that are neither free nor this engine's, nor what every process
+    /// costs.
+    pub(crate) fn held_by_others(&self, free: u64) -> u64 {
+        let used = self.device.total.saturating_sub(free);
+        used.saturating_sub(self.reserved()).saturating_sub(self.device.process_overhead)
+    }
+
     /// Whether the memory that other processes hold would be enough, and may be had.
     fn others_may_help(&self, request: &Request, free: Option<u64>) -> bool {
         let Some(free) = free else { return false };
-        let used = self.device.total.saturating_sub(free);
-        let others =
-            used.saturating_sub(self.reserved()).saturating_sub(self.device.process_overhead);
+        let others = self.held_by_others(free);
         // What is cached would be given back first.
         let in_use = self.reserved().saturating_sub(self.cached());
         let allowed = self.state.limit.map_or(u64::MAX, |limit| limit.saturating_sub(in_use));

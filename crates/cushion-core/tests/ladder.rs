@@ -12,8 +12,7 @@ mod tests {
     use cushion_core::driver::{Call, FailWhen, Fault};
     use cushion_core::size::MIB;
     use cushion_core::{
-        AllocError, Ended, Injection, Ladder, Outcome, Policy, Receipt, Remedy, Rung, Tried,
-        set_budget,
+        AllocError, Ended, Injection, Ladder, Outcome, Policy, Remedy, Rung, set_budget,
     };
 
     use crate::common::*;
@@ -26,21 +25,6 @@ mod tests {
 
     fn gpu_only(mib: u64, rung: Rung, conf: &str) -> Gpu {
         gpu(mib, &format!("{},{conf}", only(rung)))
-    }
-
-    fn last(gpu: &Gpu) -> Arc<Receipt> {
-        gpu.check_invariants().unwrap();
-        gpu.receipts().pop().expect("a shortage")
-    }
-
-    fn tried(receipt: &Receipt, rung: Rung) -> Tried {
-        *receipt.shortage.tried.iter().find(|tried| tried.rung == rung).expect("it was tried")
-    }
-
-    /// How a rung ended in the latest shortage, and what it won.
-    fn ended(gpu: &Gpu, rung: Rung) -> (Ended, u64) {
-        let tried = tried(&last(gpu), rung);
-        (tried.ended, tried.won / MIB)
     }
 
     fn survived(gpu: &Gpu) -> Option<Rung> {

@@ -19,10 +19,10 @@ mod tests {
         Properties,
     };
     use cushion_core::size::MIB;
-    use cushion_core::testing::RealClock;
     use cushion_core::{
         AllocError, Bell, CallbackId, Clock, Context as Tag, Driver, Ended, Engine, EngineConfig,
-        Options, Rung, SimClock, SimConfig, SimDriver, StreamId, Task, VirtualClock, set_budget,
+        Ladder, Options, Rung, SimClock, SimConfig, SimDriver, StreamId, Task, VirtualClock,
+        set_budget,
     };
 
     use crate::common::*;
@@ -163,18 +163,18 @@ mod tests {
     }
 
     fn trick_gpu(mib: u64, conf: &str) -> (Arc<Gpu>, Arc<TrickClock>) {
-        let sim = Arc::new(SimDriver::new(SimConfig::with_capacity(mib * MIB)));
-        let clock = Arc::new(TrickClock {
-            inner: SimClock::new(Arc::clone(&sim)),
-            looks: AtomicU64::new(0),
-            at: AtomicU64::new(u64::MAX),
-            on_wait: AtomicBool::new(false),
-            trick: Trick::default(),
+        let mut made = None;
+        let gpu = gpu_on(mib, conf, Ladder::Graceful, |sim| {
+            let clock = Arc::new(TrickClock {
+                inner: SimClock::new(Arc::clone(sim)),
+                looks: AtomicU64::new(0),
+                at: AtomicU64::new(u64::MAX),
+                on_wait: AtomicBool::new(false),
+                trick: Trick::default(),
+            });
+            Arc::clone(made.insert(clock)) as _
         });
-        let options = Options::parse(conf).unwrap().options;
-        let config =
-            EngineConfig { options, clock: Arc::clone(&clock) as _, ..EngineConfig::default() };
-        (Arc::new(Engine::with_config(sim, config)), clock)
+        (Arc::new(gpu), made.unwrap())
     }
 
     /// Plays at each look at the clock in turn, until a climb looks no more.
@@ -263,9 +263,11 @@ mod tests {
         gpu.on_shortage(0, move |_| trick.play());
         // The segment is in use, and the free block another stream's.
         take(&gpu, 60 * MIB, S0);
-        let receipt = gpu.receipts().pop().unwrap();
-        let won = |rung| receipt.shortage.tried.iter().find(|it| it.rung == rung).map(|it| it.won);
-        assert_eq!(won(Rung::Callbacks), Some(76 * MIB));
+        assert_eq!(
+            ended(&gpu, Rung::Callbacks),
+            (Ended::TooLittle, 76),
+            "another rung cuts it out"
+        );
     }
 
     #[test]
@@ -279,9 +281,7 @@ mod tests {
             gpu.empty_cache().unwrap();
         });
         take(&gpu, 80 * MIB, S0);
-        let receipt = gpu.receipts().pop().unwrap();
-        let called = receipt.shortage.tried.iter().find(|it| it.rung == Rung::Callbacks).unwrap();
-        assert_eq!(called.won, 60 * MIB);
+        assert_eq!(ended(&gpu, Rung::Callbacks), (Ended::Served, 60));
     }
 
     #[test]
@@ -294,14 +294,9 @@ mod tests {
                 assert!(engine.upgrade().unwrap().driver().set_tenant(1, keeps * MIB));
             });
             assert_eq!(gpu.alloc(40 * MIB, S0).is_ok(), serves);
-            let receipt = gpu.receipts().pop().unwrap();
-            let waited = receipt.shortage.tried.iter().find(|it| it.rung == Rung::Wait).unwrap();
-            let (ended, took) = if serves {
-                (Ended::Nothing, receipt.took < Duration::from_secs(1))
-            } else {
-                (Ended::TimeIsUp, receipt.took == Duration::from_secs(3))
-            };
-            assert_eq!((waited.ended, took), (ended, true));
+            let (how, took) = (ended(&gpu, Rung::Wait).0, last(&gpu).took);
+            let expected = if serves { Ended::Nothing } else { Ended::TimeIsUp };
+            assert_eq!((how, took == Duration::from_secs(3)), (expected, !serves));
         }
     }
 
@@ -376,12 +371,12 @@ mod tests {
 
     #[test]
     fn a_limit_that_an_option_lifts_serves_who_waits() {
-        let gpu = real_gpu("wait_ms:60000,per_process_memory_fraction:0.5");
+        let gpu = real_gpu(100, "wait_ms:60000,per_process_memory_fraction:0.5");
         take(&gpu, 40 * MIB, S0);
         let held = Mutex::new(Vec::new());
         std::thread::scope(|scope| {
             let waiter = scope.spawn(|| gpu.alloc(40 * MIB, S1));
-            until_waiting(&gpu);
+            until_waiting(&gpu, 1);
             gpu.configure("per_process_memory_fraction:1.0").unwrap();
             held.lock().unwrap().push(waiter.join().unwrap().unwrap());
         });
@@ -422,7 +417,7 @@ mod tests {
 
     #[test]
     fn what_anothers_callback_is_about_to_free_is_waited_for() {
-        let gpu = Arc::new(real_gpu("wait_ms:60000"));
+        let gpu = Arc::new(real_gpu(100, "wait_ms:60000"));
         let spare = AtomicU64::new(take(&gpu, 90 * MIB, S0));
         let engine = Arc::downgrade(&gpu);
         let running = Arc::new(AtomicBool::new(false));
@@ -431,7 +426,7 @@ mod tests {
             let gpu = engine.upgrade().unwrap();
             runs.store(true, Ordering::Relaxed);
             // Until the other thread is short of memory, too.
-            until_waiting(&gpu);
+            until_waiting(&gpu, 1);
             let _ = gpu.free(spare.swap(0, Ordering::Relaxed));
         });
         std::thread::scope(|scope| {
@@ -455,9 +450,7 @@ mod tests {
         gpu.driver().fail(FailWhen::Nth(Call::EventQuery, 2), Fault::Failed(7));
         let result = gpu.alloc(60 * MIB, S0);
         assert!(matches!(result, Err(AllocError::Driver(_))), "{result:?}");
-        let receipt = gpu.receipts().pop().unwrap();
-        let waited = receipt.shortage.tried.iter().find(|it| it.rung == Rung::Wait).unwrap();
-        assert_eq!(waited.ended, Ended::Failed);
+        assert_eq!(ended(&gpu, Rung::Wait).0, Ended::Failed);
         gpu.driver().finish_all();
         take(&gpu, 60 * MIB, S0);
     }
@@ -501,7 +494,7 @@ mod tests {
         let held = [own(first).unwrap(), own(second).unwrap()];
         std::thread::scope(|scope| {
             let more = scope.spawn(|| own(first));
-            until_waiting(gpu);
+            until_waiting(gpu, 1);
             let told = own(second);
             assert!(matches!(told, Err(AllocError::GiveWay(_))), "{told:?}");
             gpu.free(held[1]).unwrap();
@@ -512,7 +505,7 @@ mod tests {
     /// The first keeps some for good, as weights are kept.
     #[test]
     fn a_task_that_gave_way_is_held_back_once() {
-        let gpu = real_gpu("wait_ms:200");
+        let gpu = real_gpu(100, "wait_ms:200");
         let (first, second) = (Task::new("first", 0), Task::new("second", 0));
         let [_weights, more] = give_way(&gpu, &first, &second);
         gpu.free(more).unwrap();
@@ -529,7 +522,7 @@ mod tests {
     #[test]
     fn one_that_gave_way_and_asks_no_more_slows_nobody_down() {
         for first_ends in [true, false] {
-            let gpu = real_gpu("wait_ms:60000");
+            let gpu = real_gpu(100, "wait_ms:60000");
             let (first, second) = (Task::new("first", 0), Task::new("second", 0));
             for held in give_way(&gpu, &first, &second) {
                 gpu.free(held).unwrap();
@@ -548,29 +541,16 @@ mod tests {
 
     // ---- while somebody stands ahead ----
 
-    fn real_gpu(conf: &str) -> Gpu {
-        let sim = Arc::new(SimDriver::new(SimConfig::with_capacity(100 * MIB)));
-        let options = Options::parse(conf).unwrap().options;
-        let clock = Arc::new(RealClock::default());
-        Engine::with_config(sim, EngineConfig { options, clock, ..EngineConfig::default() })
-    }
-
-    fn until_waiting(gpu: &Gpu) {
-        while gpu.waiting() == 0 {
-            std::thread::yield_now();
-        }
-    }
-
     /// While a large request waits, what a thread with so many milliseconds is given from 20 MiB that lie
     /// free in its own lane.
     fn behind_a_large_one<T: Send>(conf: &str, of_thread: impl FnOnce(&Gpu) -> T + Send) -> T {
-        let gpu = real_gpu(&format!("wait_ms:60000,{conf}"));
+        let gpu = real_gpu(100, &format!("wait_ms:60000,{conf}"));
         let held = take(&gpu, 50 * MIB, S0);
         let cached = take(&gpu, 20 * MIB, S1);
         gpu.free(cached).unwrap();
         std::thread::scope(|scope| {
             let large = scope.spawn(|| gpu.alloc(75 * MIB, S0).map(|address| gpu.free(address)));
-            until_waiting(&gpu);
+            until_waiting(&gpu, 1);
             let result = scope.spawn(|| of_thread(&gpu)).join().unwrap();
             gpu.free(held).unwrap();
             large.join().unwrap().unwrap().unwrap();
@@ -603,12 +583,12 @@ mod tests {
 
     #[test]
     fn hits_behind_one_that_waits_are_no_shortages() {
-        let gpu = real_gpu("wait_ms:60000");
+        let gpu = real_gpu(100, "wait_ms:60000");
         let held = take(&gpu, 80 * MIB, S0);
         take(&gpu, 1024, S0);
         std::thread::scope(|scope| {
             let large = scope.spawn(|| gpu.alloc(60 * MIB, S1));
-            until_waiting(&gpu);
+            until_waiting(&gpu, 1);
             for _ in 0..200 {
                 let small = take(&gpu, 1024, S0);
                 gpu.free(small).unwrap();
@@ -631,10 +611,8 @@ mod tests {
     }
 
     fn virtual_gpu() -> (Gpu, Arc<VirtualClock>) {
-        let sim = Arc::new(SimDriver::new(SimConfig::with_capacity(100 * MIB)));
         let clock = Arc::new(VirtualClock::new());
-        let config = EngineConfig { clock: Arc::clone(&clock) as _, ..EngineConfig::default() };
-        (Engine::with_config(sim, config), clock)
+        (gpu_on(100, "", Ladder::Graceful, |_| Arc::clone(&clock) as _), clock)
     }
 
     #[test]
@@ -729,13 +707,14 @@ mod tests {
         take(&gpu, MIB, S0);
     }
 
-    /// Looks at the engine when it is dropped.
-    struct LooksWhenDropped(Weak<Gpu>);
+    /// Empties the cache when it is dropped.
+    struct EmptiesWhenDropped(Weak<Gpu>);
 
-    impl Drop for LooksWhenDropped {
+    impl Drop for EmptiesWhenDropped {
         fn drop(&mut self) {
             if let Some(gpu) = self.0.upgrade() {
-                let _ = gpu.stats();
+                // Takes every lock there is.
+                gpu.empty_cache().unwrap();
             }
         }
     }
@@ -744,8 +723,8 @@ mod tests {
     fn what_a_filter_owns_is_dropped_with_no_lock_held() {
         let gpu = Arc::new(gpu(100, ""));
         let filter = || {
-            let looks = LooksWhenDropped(Arc::downgrade(&gpu));
-            Box::new(move |_| looks.0.strong_count() > 0)
+            let empties = EmptiesWhenDropped(Arc::downgrade(&gpu));
+            Box::new(move |_| empties.0.strong_count() > 0)
         };
         gpu.begin_allocate_to_pool(POOL, filter()).unwrap();
         assert!(gpu.begin_allocate_to_pool(POOL, filter()).is_err());

@@ -15,7 +15,6 @@ mod tests {
         Capture, DriverResult, EventId, MemoryInfo, NodeId, PageHandle, Properties,
     };
     use cushion_core::size::MIB;
-    use cushion_core::testing::RealClock;
     use cushion_core::{
         AllocError, Clock, Driver, Engine, EngineConfig, Options, Outcome, Rung, SimConfig,
         SimDriver, StreamId, Task, VirtualClock, set_budget, set_priority,
@@ -27,20 +26,6 @@ mod tests {
 
     /// A minute is more than any of these takes, and an hour would hang a failing test.
     const PATIENT: &str = "wait_ms:60000";
-
-    fn real_gpu(mib: u64, conf: &str) -> Gpu {
-        let sim = Arc::new(SimDriver::new(SimConfig::with_capacity(mib * MIB)));
-        let options = Options::parse(conf).unwrap().options;
-        let clock = Arc::new(RealClock::default());
-        Engine::with_config(sim, EngineConfig { options, clock, ..EngineConfig::default() })
-    }
-
-    /// Lets other threads run until so many requests wait.
-    fn until_waiting(gpu: &Gpu, count: usize) {
-        while gpu.waiting() != count {
-            std::thread::yield_now();
-        }
-    }
 
     #[test]
     fn a_free_by_another_thread_serves() {

@@ -142,7 +142,7 @@ fn add_hint(text: &mut String, shortage: &Shortage) {
         );
         return;
     }
-    let others = shortage.others();
+    let others = shortage.others;
     if others >= shortage.wanted {
         let _ = write!(
             text,

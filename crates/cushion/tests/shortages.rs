@@ -172,16 +172,20 @@ mod tests {
         assert_eq!(gpu.memory_allocated(), 0);
     }
 
+    /// Two futures that wait, in this order, for what does not fit twice.
+    fn two_that_wait(gpu: &Device) -> [BufferFuture<'_, u8>; 2] {
+        let stream = gpu.default_stream();
+        let mut both = [(); 2].map(|()| gpu.alloc_uninit_async::<u8>(600 * MIB, &stream));
+        assert!(both.iter_mut().all(|future| poll(future).is_pending()));
+        assert_eq!(gpu.engine().waiting(), 2);
+        both
+    }
+
     #[test]
     fn futures_are_served_in_the_order_of_asking() {
         let gpu = gpu();
-        let stream = gpu.default_stream();
         let give_back = holder(&gpu, 900);
-        let mut first = gpu.alloc_uninit_async::<u8>(600 * MIB, &stream);
-        let mut second = gpu.alloc_uninit_async::<u8>(600 * MIB, &stream);
-        assert!(poll(&mut first).is_pending());
-        assert!(poll(&mut second).is_pending());
-        assert_eq!(gpu.engine().waiting(), 2);
+        let [mut first, mut second] = two_that_wait(&gpu);
         give_back();
         assert!(poll(&mut second).is_pending(), "it is not its turn");
         let Poll::Ready(Ok(buffer)) = poll(&mut first) else { panic!("it is its turn") };
@@ -195,12 +199,8 @@ mod tests {
     #[test]
     fn a_dropped_future_gives_its_place_back() {
         let gpu = gpu();
-        let stream = gpu.default_stream();
         let give_back = holder(&gpu, 900);
-        let mut first = gpu.alloc_uninit_async::<u8>(600 * MIB, &stream);
-        let mut second = gpu.alloc_uninit_async::<u8>(600 * MIB, &stream);
-        assert!(poll(&mut first).is_pending());
-        assert!(poll(&mut second).is_pending());
+        let [first, second] = two_that_wait(&gpu);
         give_back();
         drop(first);
         assert_eq!(gpu.engine().waiting(), 1);
@@ -209,7 +209,7 @@ mod tests {
         drop(buffer);
         assert_eq!(gpu.memory_allocated(), 0);
         // One that nobody ever polled has asked for nothing.
-        drop(gpu.alloc_zeros_async::<u8>(600 * MIB, &stream));
+        drop(gpu.alloc_zeros_async::<u8>(600 * MIB, &gpu.default_stream()));
         assert_eq!(gpu.receipts().len(), 1, "and who found memory in its turn fell short of none");
     }
 

@@ -200,6 +200,7 @@ impl<D: Driver> Locked<'_, D> {
         let stats = self.counters.read(self.lanes);
         let private = |lane: &&LaneFigures| lane.pool != PoolId::DEFAULT;
         let (active, allocated) = (&stats.active_bytes.all, &stats.allocated_bytes.all);
+        let free = self.driver.memory_info().ok().map(|info| info.free);
         let shortage = Shortage {
             receipt: 0,
             requested: request.requested,
@@ -209,13 +210,13 @@ impl<D: Driver> Locked<'_, D> {
             pool: self.state.pools[request.pool].id,
             policy: self.state.policy,
             device_total: self.device.total,
-            device_free: self.driver.memory_info().ok().map(|info| info.free),
+            device_free: free,
             allowed: self.state.limit,
             reserved: stats.reserved_bytes.all.current,
             allocated: allocated.current,
             pending: active.current.saturating_sub(allocated.current),
             spilled: stats.spilled_bytes.current,
-            overhead: self.device.process_overhead,
+            others: free.map_or(0, |free| self.held_by_others(free)),
             stuck: None,
             fits_on_pages: false,
             private_free: stats.lanes.iter().filter(private).map(|lane| lane.free_bytes).sum(),

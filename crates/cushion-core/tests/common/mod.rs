@@ -7,9 +7,10 @@ use std::sync::Arc;
 
 use cushion_core::driver::Call;
 use cushion_core::size::MIB;
+use cushion_core::testing::RealClock;
 use cushion_core::{
-    AllocError, Engine, EngineConfig, Ladder, Options, PoolId, Shortage, SimClock, SimConfig,
-    SimDriver, StreamFilter, StreamId,
+    AllocError, Clock, Ended, Engine, EngineConfig, Ladder, Options, PoolId, Receipt, Rung,
+    Shortage, SimClock, SimConfig, SimDriver, StreamFilter, StreamId, Tried,
 };
 
 pub(crate) type Gpu = Engine<Arc<SimDriver>>;
@@ -28,11 +29,48 @@ pub(crate) fn gpu(mib: u64, conf: &str) -> Gpu {
 }
 
 pub(crate) fn gpu_with(mib: u64, conf: &str, ladder: Ladder) -> Gpu {
+    gpu_on(mib, conf, ladder, |sim| Arc::new(SimClock::new(Arc::clone(sim))))
+}
+
+/// On real time, for real threads.
+pub(crate) fn real_gpu(mib: u64, conf: &str) -> Gpu {
+    gpu_on(mib, conf, Ladder::Graceful, |_| Arc::new(RealClock::default()))
+}
+
+/// On the clock that is made for the device.
+pub(crate) fn gpu_on(
+    mib: u64,
+    conf: &str,
+    ladder: Ladder,
+    clock: impl FnOnce(&Arc<SimDriver>) -> Arc<dyn Clock>,
+) -> Gpu {
     let options = Options::parse(conf).unwrap().options;
     let sim = Arc::new(SimDriver::new(SimConfig::with_capacity(mib * MIB)));
-    let clock = Arc::new(SimClock::new(Arc::clone(&sim)));
-    let config = EngineConfig { options, ladder, clock, ..EngineConfig::default() };
+    let config = EngineConfig { options, ladder, clock: clock(&sim), ..EngineConfig::default() };
     Engine::with_config(sim, config)
+}
+
+/// Lets other threads run until so many requests wait.
+pub(crate) fn until_waiting(gpu: &Gpu, count: usize) {
+    while gpu.waiting() != count {
+        std::thread::yield_now();
+    }
+}
+
+/// The latest shortage.
+pub(crate) fn last(gpu: &Gpu) -> Arc<Receipt> {
+    gpu.check_invariants().unwrap();
+    gpu.receipts().pop().expect("a shortage")
+}
+
+pub(crate) fn tried(receipt: &Receipt, rung: Rung) -> Tried {
+    *receipt.shortage.tried.iter().find(|tried| tried.rung == rung).expect("it was tried")
+}
+
+/// How a rung ended in the latest shortage, and what it won in MiB.
+pub(crate) fn ended(gpu: &Gpu, rung: Rung) -> (Ended, u64) {
+    let tried = tried(&last(gpu), rung);
+    (tried.ended, tried.won / MIB)
 }
 
 /// Allocates what must fit.
