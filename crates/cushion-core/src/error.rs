@@ -144,7 +144,7 @@ impl Shortage {
             let stuck = if self.recording { Some(self.reserved) } else { self.stuck };
             if let Some(stuck) = stuck {
                 let in_one = self.room().saturating_add(self.reserved.saturating_sub(stuck));
-                let needed = self.policy.needed(self.size, self.wanted);
+                let needed = self.policy.rules().needed(self.size, self.wanted);
                 let missing = needed.saturating_sub(in_one);
                 remedies.extend((missing > 0).then_some(Remedy::More(missing)));
             }

@@ -48,15 +48,6 @@ impl Policy {
         if options.expandable_segments { Self::Expandable } else { Self::Segments }
     }
 
-    /// What the driver has to have before it can serve a request for a block of `size` bytes, for which a segment
-    /// takes `wanted`: pages may be there in part, a segment not.
-    pub(crate) fn needed(self, size: u64, wanted: u64) -> u64 {
-        match self {
-            Self::Segments => wanted,
-            Self::Expandable => size,
-        }
-    }
-
     /// Its decisions.
     pub(crate) fn rules(self) -> &'static dyn Rules {
         match self {
@@ -101,7 +92,7 @@ pub(crate) struct Request {
 impl Request {
     /// What the driver has to have before it can serve the request.
     pub(crate) fn needed(&self, policy: Policy) -> u64 {
-        policy.needed(self.size, self.wanted)
+        policy.rules().needed(self.size, self.wanted)
     }
 }
 
@@ -137,6 +128,10 @@ pub(crate) trait Rules: Sync {
 
     /// Where memory for a miss comes from.
     fn source(&self, view: View<'_>, lane: Option<&Lane>, request: &Request) -> Source;
+
+    /// What the driver has to have before it can serve a miss of a block of `size` bytes, for which a segment takes
+    /// `wanted`.
+    fn needed(&self, size: u64, wanted: u64) -> u64;
 
     /// What of `block`, which is free and in a segment this policy made, may be given back.
     fn give_back(&self, view: View<'_>, block: &Block) -> GiveBack;

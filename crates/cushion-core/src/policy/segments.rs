@@ -29,6 +29,10 @@ impl Rules for Segments {
         Source::Plain(request.wanted)
     }
 
+    fn needed(&self, _size: u64, wanted: u64) -> u64 {
+        wanted
+    }
+
     fn give_back(&self, _view: View<'_>, block: &Block) -> GiveBack {
         if block.is_split() { GiveBack::Nothing } else { GiveBack::Segment }
     }
