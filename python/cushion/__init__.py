@@ -9,5 +9,33 @@
 
 from ._cushion import __version__, stats
 from ._install import InstallError, install, is_installed, simulate
+from ._memory import Memory, alloc_async, alloc_future, allocate_tensor, prefetch
+from ._offload import Offloader, offloader
+from ._receipts import OutOfMemoryError, Receipt, keep_receipts, receipt_of, receipts
+from ._shortage import budget, inject, on_refusal, on_shortage, remove_callback
 
-__all__ = ["InstallError", "__version__", "install", "is_installed", "simulate", "stats"]
+__all__ = [
+    "InstallError",
+    "Memory",
+    "Offloader",
+    "OutOfMemoryError",
+    "Receipt",
+    "__version__",
+    "alloc_async",
+    "alloc_future",
+    "allocate_tensor",
+    "budget",
+    "inject",
+    "install",
+    "is_installed",
+    "keep_receipts",
+    "offloader",
+    "on_refusal",
+    "on_shortage",
+    "prefetch",
+    "receipt_of",
+    "receipts",
+    "remove_callback",
+    "simulate",
+    "stats",
+]

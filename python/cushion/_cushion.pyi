@@ -19,16 +19,28 @@ class Settings:
     def simulate(self) -> int | None:
         """Devices are simulated, of so many bytes each."""
     @property
+    def receipts(self) -> str | None:
+        """The file that receipts are written to."""
+    @property
+    def inject(self) -> str | None:
+        """Rules for failures that are made up."""
+    @property
     def torch_variable(self) -> tuple[str, str] | None:
         """The variable that PyTorch reads its options from, and its text without `backend`."""
 
 def gather_settings(
-    environ: Mapping[str, str], policy: str | None = None, conf: str | None = None, log: bool | None = None
+    environ: Mapping[str, str],
+    policy: str | None = None,
+    conf: str | None = None,
+    log: bool | None = None,
+    receipts: str | None = None,
+    inject: str | None = None,
 ) -> Settings:
     """The settings from arguments and variables; ValueError names the one that is no good."""
 
 def start(settings: Settings) -> str:
-    """Makes `settings` those of every device; returns the name of what is raised when memory runs out."""
+    """Makes `settings` those of every device; returns the name of what is raised when memory runs out. ValueError if the
+    file for receipts cannot be opened."""
 
 def simulate(size: str) -> None:
     """Devices are simulated from now on, each of this size: `16GiB`, `8GB` or a number of bytes. ValueError if it is no
@@ -52,7 +64,62 @@ def without_backend(conf: str) -> str:
 
 def allocate(bytes: int, device: int = 0, stream: int = 0) -> int:
     """Memory that is no tensor's: the address of so many bytes, for work on this stream. Out of memory is
-    `torch.OutOfMemoryError` where PyTorch is loaded, and else MemoryError; a device that is not there is ValueError."""
+    `torch.OutOfMemoryError` where PyTorch is loaded, and else `cushion.OutOfMemoryError`; a device that is not there is
+    ValueError."""
+
+class Pending:
+    """A request that no thread waits for."""
+
+    def cancel(self) -> None:
+        """Gives it up, unless it is over."""
+
+def allocate_later(
+    bytes: int, done: Callable[[int | None, str | None, bool], object], device: int = 0, stream: int = 0
+) -> Pending:
+    """As `allocate`, and no thread waits: calls `done(address, None, False)` when it is served, and
+    `done(None, why, is_out_of_memory)` when it is refused, on another thread."""
+
+def prefetch(bytes: int, device: int = 0, stream: int = 0) -> None:
+    """Prepares memory: afterwards a request of so many bytes on this stream needs nothing from the driver."""
+
+def parse_bytes(size: str) -> int:
+    """Bytes of a size such as `8GiB`; ValueError if it is none."""
+
+def set_wishes(budget_ms: float | None, skip: Sequence[str]) -> tuple[float | None, list[str]]:
+    """Sets how long each request of this thread may wait, and which rungs it leaves out beside those of the options;
+    returns what was set before."""
+
+def inject(rules: str | None = None) -> str | None:
+    """Allocations are made to fail by these rules from now on, on every device; none end it. Returns those before."""
+
+def add_callback(
+    function: Callable[[int, int, float], object], name: str, priority: int = 0, budget_ms: int | None = None
+) -> int:
+    """Calls `function(device, bytes, seconds_left)` when memory runs out, on every device; returns its number."""
+
+def remove_callback(number: int) -> bool: ...
+def is_callback_on(number: int) -> bool:
+    """Whether a callback is there and was not switched off for taking too long."""
+
+def add_last_call(function: Callable[[str], object]) -> int:
+    """Calls `function(receipt)` before an allocation is refused that nobody expects to be; the receipt is JSON."""
+
+def remove_last_call(number: int) -> bool: ...
+def expect_refusals(expect: bool) -> None:
+    """From now on, or no longer, this thread expects allocations to be refused, and tries again: that is no end."""
+
+def refuse_after_all(device: int, number: int) -> None:
+    """Who expected the refusal of this receipt has given up."""
+
+def receipts(device: int | None = None) -> list[str]:
+    """The receipts kept, as JSON, oldest first."""
+
+def receipt(device: int, number: int) -> str | None:
+    """One receipt as JSON, if it is still kept."""
+
+def keep_receipts(count: int) -> None: ...
+def observe_receipts(observer: Callable[[str], object] | None = None) -> None:
+    """Calls `observer(receipt)` with every receipt, as JSON, on the thread that was short of memory; none ends it."""
 
 def deallocate(address: int) -> None:
     """Gives back what `allocate` gave, on whichever device; ValueError if nothing live starts there."""
@@ -69,10 +136,12 @@ def devices_in_use() -> list[int]:
 def memory_stats(device: int, by_private_pools: bool = False) -> dict[str, Any]:
     """The figures of a device, nested as PyTorch's are."""
 
-def stats(device: int = 0) -> dict[str, int]:
+def stats(device: int = 0) -> dict[str, float]:
     """Cushion's own figures of a device, beside those of `torch.cuda.memory_stats()`: `hits` and `misses` (allocations
-    served from memory already held, and those that needed the driver), `cached_bytes`, `largest_free_block`, `blocks`
-    and `free_blocks`."""
+    served from memory already held, and those that needed the driver), `cached_bytes`, `largest_free_block`, `blocks`,
+    `free_blocks`; `shortages`, of which `shortages_survived` and `shortages_refused`, and `shortage_seconds`, the time
+    lost; `waiting`, the requests that wait now; `spilled_bytes` in host memory now, and `spilled_bytes_peak`;
+    `receipts_lost`, those that could not be written to their file."""
 
 def reset_peak_memory_stats(device: int) -> None: ...
 def reset_accumulated_memory_stats(device: int) -> None: ...

@@ -4,11 +4,9 @@ at the engine, with PyTorch or, on simulated devices, without."""
 from __future__ import annotations
 
 import importlib.util
-import operator
 import os
 import sys
 import threading
-from typing import Any
 
 from . import _cushion, _install, _log
 
@@ -61,26 +59,6 @@ def _start(enable_logging: bool | None) -> None:
         _started = True
     where = "simulated devices" if _cushion.is_simulated() else "GPUs without PyTorch"
     _log.logger.info("cushion %s serves %s: policy %s", _cushion.__version__, where, settings.policy)
-
-
-def torch_in_use() -> Any | None:
-    """PyTorch, if it is what uses the GPUs of this process."""
-    torch = sys.modules.get("torch")
-    usable = torch is not None and not _cushion.is_simulated() and torch.cuda.is_initialized()
-    return torch if usable else None
-
-
-def whole(name: str, value: Any) -> int:
-    """A size, a count or an address."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} is {value!r}, and has to be a whole number") from None
-    if number < 0:
-        raise ValueError(f"{name} is {number}, and cannot be negative")
-    if number >= 1 << 64:
-        raise ValueError(f"{name} is {number}, and no device has so much: it takes less than 2 ** 64")
-    return number
 
 
 def flag(variable: str) -> bool | None:

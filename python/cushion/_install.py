@@ -6,9 +6,10 @@ import atexit
 import os
 import threading
 import warnings
+from collections.abc import Iterable
 from typing import Any, Literal
 
-from . import _cushion, _limits, _log, _patches
+from . import _cushion, _limits, _log, _patches, _receipts
 
 OLDEST_TORCH = (2, 3)
 
@@ -24,23 +25,35 @@ def install(
     policy: Literal["segments", "expandable"] | None = None,
     enable_logging: bool | None = None,
     conf: str | None = None,
+    *,
+    wait_ms: int | None = None,
+    skip_rungs: Iterable[str] | None = None,
+    receipts: str | os.PathLike[str] | None = None,
+    inject: str | None = None,
 ) -> None:
     """Makes Cushion the allocator of PyTorch's CUDA tensors, for the rest of this process.
 
     Call it before CUDA is used. What is not given comes from the environment (`CUSHION_POLICY`,
-    `CUSHION_LOG`, `CUSHION_CONF`, a variable for each option, and `PYTORCH_CUDA_ALLOC_CONF`), and else is
-    the default. A second call only changes these settings.
+    `CUSHION_LOG`, `CUSHION_CONF`, `CUSHION_RECEIPTS`, `CUSHION_INJECT`, a variable for each option, and
+    `PYTORCH_CUDA_ALLOC_CONF`), and else is the default. A second call only changes these settings.
 
     :param policy: how memory is laid out: "segments", as PyTorch's classic allocator does it, or
         "expandable", as its expandable segments
-    :param enable_logging: whether what was installed, and every allocation that is refused, is said on standard
+    :param enable_logging: whether what was installed, and every shortage, survived or refused, is said on standard
         error, through Python's logger `cushion`
     :param conf: options as `key:value,key:value`, in the syntax of `PYTORCH_CUDA_ALLOC_CONF`
+    :param wait_ms: how long one request may wait for memory that can still come; 0 for nobody. `cushion.budget()` sets
+        it for a block
+    :param skip_rungs: rungs of the ladder that are left out, such as ["wait"]
+    :param receipts: a file that every shortage is written to, as a line of JSON
+    :param inject: rules for failures that are made up, to test how the program takes them
     :raises InstallError: if CUDA was used already, PyTorch is missing, too old or without CUDA, or devices are
         simulated
     :raises ValueError: if a setting is no good
     """
-    settings = _cushion.gather_settings(dict(os.environ), policy, conf, enable_logging)
+    conf = _with_options(conf, wait_ms, skip_rungs)
+    receipts = None if receipts is None else os.fspath(receipts)
+    settings = _cushion.gather_settings(dict(os.environ), policy, conf, enable_logging, receipts, inject)
     with _lock:
         if _plugin is None:
             _take_over(settings)
@@ -49,6 +62,16 @@ def install(
         _log.enable(settings.log)
     options = settings.conf or "no other options"
     _log.logger.info("cushion %s installed: policy %s, %s", _cushion.__version__, settings.policy, options)
+
+
+def _with_options(conf: str | None, wait_ms: int | None, skip_rungs: Iterable[str] | None) -> str | None:
+    pairs = [*filter(None, [conf])]
+    if wait_ms is not None:
+        pairs.append(f"wait_ms:{wait_ms}")
+    if skip_rungs is not None:
+        names = [skip_rungs] if isinstance(skip_rungs, str) else list(skip_rungs)
+        pairs.append(f"skip_rungs:{'+'.join(names) or 'none'}")
+    return ",".join(pairs) or None
 
 
 def is_installed() -> bool:
@@ -101,6 +124,7 @@ def _take_over(settings: _cushion.Settings) -> None:
     atexit.register(_cushion.stop)
     _patches.apply(torch)
     _limits.apply(torch)
+    _receipts.apply()
     if raised != "torch.OutOfMemoryError":
         warnings.warn(f"PyTorch {torch.__version__} gets a {raised} when memory runs out", stacklevel=3)
 

@@ -7,18 +7,18 @@ import sys
 import threading
 
 from . import _cushion
+from ._receipts import from_json
 
 logger = logging.getLogger("cushion")
 logger.addHandler(logging.NullHandler())
 
 _lock = threading.Lock()
 _handler: logging.Handler | None = None
-_observes = False
 
 
 def enable(wanted: bool) -> None:
     """Messages go to standard error from now on, or no longer."""
-    global _handler, _observes
+    global _handler
     with _lock:
         if wanted and _handler is None:
             _handler = logging.StreamHandler(sys.stderr)
@@ -29,18 +29,16 @@ def enable(wanted: bool) -> None:
         elif not wanted and _handler is not None:
             logger.removeHandler(_handler)
             _handler = None
-        if wanted and not _observes:
-            # Only now: to be told of a refusal takes Python's lock, on whatever thread it happens.
-            _cushion.observe_refusals(_say_refusal)
-            _observes = True
+        # Only where it is wanted: to tell of a shortage takes Python's lock, on whatever thread it happens.
+        _cushion.observe_receipts(_say if wanted else None)
 
 
-def _say_refusal(device: int, wanted: int, limit: int, free: int) -> None:
-    mib = 1 << 20
-    logger.warning(
-        "GPU %d: refused an allocation of %.2f MiB (free on the GPU: %.2f MiB; this process may hold %.2f MiB)",
-        device,
-        wanted / mib,
-        free / mib,
-        limit / mib,
-    )
+def _say(text: str) -> None:
+    """One warning for each shortage, whatever number of tries it took."""
+    receipt = from_json(text)
+    logger.warning("%s", receipt)
+    for answer in receipt.answers:
+        if answer.switched_off:
+            logger.warning("%s took %.1f s, and is not called again", answer.callback, answer.seconds)
+        elif answer.failed is not None:
+            logger.warning("%s failed: %s", answer.callback, answer.failed)

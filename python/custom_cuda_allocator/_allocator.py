@@ -3,12 +3,20 @@ that only ask do not."""
 
 from __future__ import annotations
 
-from typing import Any, TypedDict
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypedDict, TypeVar
 
 from cushion import _cushion, _doors
+from cushion._log import logger
+from cushion._memory import largest
+from cushion._tensors import current_stream, device_of, dtype_of, torch_with_gpu, whole
 
 from ._settings import RetrySettings, settings
-from ._tensors import TensorOptions, device_of, dtype_of, lend_names
+from ._tensors import TensorOptions, lend_names
+
+_T = TypeVar("_T")
 
 # What the original called a GB.
 _GB = 1 << 30
@@ -72,18 +80,20 @@ def get_memory_stats(device: Any = -1) -> MemoryStats:
 def allocate_tensor(
     num_elements: int | None = None, dtype: Any = None, device: Any = 0, *, elements: int | None = None
 ) -> Any:
-    """A tensor of one dimension, not filled.
+    """A tensor of one dimension, not filled. Where it does not fit it is tried again, later and smaller, as the
+    variables say: `tensor.numel()` tells how large it is.
 
     :param num_elements: how many numbers it holds; `elements` is the same
     :param dtype: of PyTorch, of NumPy, a type of Python's or a name; `float32` if not given
     :param device: a number, "cuda", "cuda:1" or a `torch.device`
-    :raises torch.OutOfMemoryError: if it does not fit
+    :raises torch.OutOfMemoryError: if the last try does not fit either
     """
     if (num_elements is None) == (elements is None):
         raise TypeError("allocate_tensor() takes num_elements, or elements, which is the same: one of them")
-    count = _doors.whole("num_elements", elements if num_elements is None else num_elements)
-    _set_up(settings())
-    return _tensor("allocate_tensor()", count, dtype, device)
+    count = whole("num_elements", elements if num_elements is None else num_elements)
+    chosen = settings()
+    _set_up(chosen)
+    return _tensor("allocate_tensor()", count, dtype, device, chosen)
 
 
 def clear_cache() -> None:
@@ -92,8 +102,42 @@ def clear_cache() -> None:
 
 
 def get_retry_count() -> int:
-    """How often, on all devices, an allocation was tried again after memory had been given back."""
-    return sum(_cushion.memory_stats(device)["num_alloc_retries"] for device in _cushion.devices_in_use())
+    """How often an allocation was tried again: by these calls after a delay, and by the allocator itself, on all
+    devices, after memory had been given back."""
+    by_itself = sum(_cushion.memory_stats(device)["num_alloc_retries"] for device in _cushion.devices_in_use())
+    return _retries.count + by_itself
+
+
+class _Retries:
+    """How often these calls tried again."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.count = 0
+
+    def add(self) -> None:
+        with self._lock:
+            self.count += 1
+
+
+_retries = _Retries()
+
+
+def _trying_again(make: Callable[[int], _T], count: int, chosen: RetrySettings, *, shrinks: bool) -> _T:
+    """What `make` makes of `count`, or, where that does not fit, of less and later."""
+
+    def smaller(count: int, tries: int) -> int | None:
+        if tries > chosen.max_retries:
+            return None
+        delay = chosen.delay_of(tries - 1)
+        following = max(1, int(count * chosen.size_factor)) if shrinks else count
+        logger.info("retry %d of %d: %d after %.0f ms", tries, chosen.max_retries, following, delay)
+        time.sleep(delay / 1e3)
+        _retries.add()
+        return following
+
+    # The delays are what these calls wait.
+    return largest(make, count, smaller, first_budget_ms=0)
 
 
 class CUDAAllocator:
@@ -107,21 +151,24 @@ class CUDAAllocator:
 
     def allocate(self, size: int, device: Any = 0) -> int:
         """The address of `size` bytes, for work on the device's current stream of PyTorch, or on its default stream
-        where PyTorch does not use it. They are counted with PyTorch's, and stay until `deallocate`.
+        where PyTorch does not use it. They are counted with PyTorch's, and stay until `deallocate`. Where they do not
+        fit they are tried again later, as the variables say, and never fewer: nobody could know how many there are.
 
         :raises torch.OutOfMemoryError: if they do not fit; without PyTorch, MemoryError
         """
-        size, index = _doors.whole("size", size), device_of(device)
-        torch = _doors.torch_in_use()
-        stream = 0 if torch is None else torch.cuda.current_stream(index).cuda_stream
-        return _cushion.allocate(size, index, stream)
+        size, index = whole("size", size), device_of(device)
+
+        def make(size: int) -> int:
+            return _cushion.allocate(size, index, current_stream(index))
+
+        return _trying_again(make, size, self.settings, shrinks=False)
 
     def deallocate(self, ptr: int) -> None:
         """Gives back what `allocate` gave, on whichever device.
 
         :raises ValueError: if nothing that is live starts there
         """
-        _cushion.deallocate(_doors.whole("ptr", ptr))
+        _cushion.deallocate(whole("ptr", ptr))
 
     def create_tensor(
         self, num_elements: int, options: TensorOptions | Any = None, *, dtype: Any = None, device: Any = None
@@ -132,21 +179,19 @@ class CUDAAllocator:
         :param dtype: wins over that of the options
         :param device: wins over that of the options; the current device if neither names one
         """
-        count = _doors.whole("num_elements", num_elements)
+        count = whole("num_elements", num_elements)
         if not isinstance(options, TensorOptions):
             options = TensorOptions(options)
         dtype = options.chosen_dtype if dtype is None else dtype
         device = options.chosen_device if device is None else device
-        return _tensor("create_tensor()", count, dtype, device)
+        return _tensor("create_tensor()", count, dtype, device, self.settings)
 
 
-def _tensor(call: str, count: int, dtype: Any, device: Any) -> Any:
-    if _cushion.is_simulated():
-        raise RuntimeError(
-            f"{call} makes tensors of PyTorch, which cannot use simulated memory: CUDAAllocator().allocate() can"
-        )
-    try:
-        import torch
-    except ImportError as error:
-        raise RuntimeError(f"{call} makes tensors of PyTorch, which cannot be imported: install it first") from error
-    return torch.empty(count, dtype=dtype_of(torch, dtype), device=f"cuda:{device_of(device)}")
+def _tensor(call: str, count: int, dtype: Any, device: Any, chosen: RetrySettings) -> Any:
+    torch = torch_with_gpu(call, ": CUDAAllocator().allocate() can")
+    dtype, index = dtype_of(torch, dtype), device_of(device)
+
+    def make(count: int) -> Any:
+        return torch.empty(count, dtype=dtype, device=f"cuda:{index}")
+
+    return _trying_again(make, count, chosen, shrinks=True)

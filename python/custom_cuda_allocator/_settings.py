@@ -1,6 +1,4 @@
-"""The variables of custom_cuda_allocator, read in one place. What to do when memory runs out will follow them once
-Cushion's ladder has rungs that wait and ask for less; until then they are read and checked, and only `OOM_VERBOSE`
-does something."""
+"""The variables of custom_cuda_allocator, read in one place: what its calls do when memory runs out."""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 //!
 //! Called in order of their priority by the thread that is short of memory, with no lock held, so that
 //! they may free and even allocate. None is re-entered: not by an allocation of its own, and not by
-//! another thread while it runs.
+//! another thread while it runs, on whatever device. What each said, and how long it took, is in the receipt; one
+//! that took longer than it was given is not called again.
 
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -10,6 +11,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use serde::{Deserialize, Serialize};
+
+use crate::error::seconds;
 use crate::owner::InCallback;
 
 /// What a callback is told.
@@ -20,21 +24,137 @@ pub struct Plea {
     pub device: u32,
     /// Bytes that would help: what the request needs from the device.
     pub bytes: u64,
-    /// How long the request may still take.
+    /// How long the callback may take. One that takes longer is not called again.
     pub time_left: Duration,
+}
+
+/// What a callback has to say to who reads the receipt.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub enum Reply {
+    /// Nothing.
+    #[default]
+    Nothing,
+    /// What it did.
+    Said(String),
+    /// Why it could do nothing.
+    Failed(String),
+}
+
+impl From<()> for Reply {
+    fn from((): ()) -> Self {
+        Self::Nothing
+    }
+}
+
+/// What one callback did about a shortage.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct Answer {
+    /// The callback, by its name.
+    pub callback: String,
+    /// What it said.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub said: Option<String>,
+    /// What it failed with.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub failed: Option<String>,
+    /// Bytes that became free, or that the driver got back, while it ran.
+    pub won: u64,
+    /// How long it took.
+    #[serde(with = "seconds", rename = "seconds")]
+    pub took: Duration,
+    /// It took longer than it was given, and is not called again.
+    #[serde(default)]
+    pub switched_off: bool,
+}
+
+impl fmt::Display for Answer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.callback)?;
+        match (&self.failed, &self.said) {
+            (Some(failed), _) => write!(f, " failed: {failed}")?,
+            (None, Some(said)) => write!(f, " said: {said}")?,
+            (None, None) => {}
+        }
+        if self.switched_off {
+            write!(f, " (switched off, as it took {:.1} s)", self.took.as_secs_f64())?;
+        }
+        Ok(())
+    }
+}
+
+/// More than this of what a callback says is left out.
+const MOST_CHARACTERS: usize = 2000;
+
+fn shortened(mut text: String) -> String {
+    if let Some((end, _)) = text.char_indices().nth(MOST_CHARACTERS) {
+        text.truncate(end);
+        text.push('…');
+    }
+    text
 }
 
 /// A callback, by its number: to take it away again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct CallbackId(u64);
 
-type Function = Box<dyn Fn(&Plea) + Send + Sync>;
+type Function = Box<dyn Fn(&Plea) -> Reply + Send + Sync>;
 
-struct Callback {
-    id: CallbackId,
+/// A callback for shortages, of one engine or of several.
+pub struct Callback {
+    name: String,
     priority: i32,
+    /// How long it may take, if it is not up to the request.
+    budget: Option<Duration>,
     function: Function,
     running: AtomicBool,
+    off: AtomicBool,
+}
+
+impl fmt::Debug for Callback {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { name, priority, .. } = self;
+        f.debug_struct("Callback")
+            .field("name", name)
+            .field("priority", priority)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Callback {
+    /// A callback by a name that people know it by; those of higher priority are called first.
+    pub fn new(
+        name: impl Into<String>,
+        priority: i32,
+        function: impl Fn(&Plea) -> Reply + Send + Sync + 'static,
+    ) -> Self {
+        Self {
+            name: name.into(),
+            priority,
+            budget: None,
+            function: Box::new(function),
+            running: AtomicBool::new(false),
+            off: AtomicBool::new(false),
+        }
+    }
+
+    /// It may take so long, however long the request may still wait.
+    #[must_use]
+    pub fn with_budget(mut self, budget: Duration) -> Self {
+        self.budget = Some(budget);
+        self
+    }
+
+    /// It is not called any more, by any engine. Where it runs now it runs on.
+    pub fn switch_off(&self) {
+        self.off.store(true, Ordering::Release);
+    }
+
+    /// Whether it is not called any more.
+    #[must_use]
+    pub fn is_off(&self) -> bool {
+        self.off.load(Ordering::Acquire)
+    }
 }
 
 /// The callbacks of one engine.
@@ -46,7 +166,7 @@ pub(crate) struct Callbacks {
 #[derive(Default)]
 struct Inner {
     /// The highest priority first, and of those alike the oldest.
-    all: Vec<Arc<Callback>>,
+    all: Vec<(CallbackId, Arc<Callback>)>,
     last: u64,
 }
 
@@ -56,15 +176,15 @@ impl fmt::Debug for Callbacks {
     }
 }
 
-/// How calling went.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Called {
-    /// There was nobody to call.
-    Nobody,
-    /// Some were called, until it was enough.
-    Some,
-    /// One of them panicked; the others were called all the same.
-    Panicked,
+/// What callbacks are told, and what is asked about them meanwhile.
+pub(crate) trait Situation {
+    /// What a callback is told that may take as long as this request may; at least as long as callbacks may.
+    fn plea(&mut self, budget: Option<Duration>) -> Plea;
+    fn now(&mut self) -> Duration;
+    /// Bytes won so far.
+    fn won(&mut self) -> u64;
+    /// Whether the request could be served now.
+    fn enough(&mut self) -> bool;
 }
 
 impl Callbacks {
@@ -72,13 +192,12 @@ impl Callbacks {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(crate) fn add(&self, priority: i32, function: Function) -> CallbackId {
+    pub(crate) fn add(&self, callback: Arc<Callback>) -> CallbackId {
         let mut inner = self.inner();
         inner.last += 1;
         let id = CallbackId(inner.last);
-        let at = inner.all.partition_point(|other| other.priority >= priority);
-        let running = AtomicBool::new(false);
-        inner.all.insert(at, Arc::new(Callback { id, priority, function, running }));
+        let at = inner.all.partition_point(|(_, other)| other.priority >= callback.priority);
+        inner.all.insert(at, (id, callback));
         id
     }
 
@@ -86,7 +205,7 @@ impl Callbacks {
         // What it captured is the caller's: it goes with no lock held.
         let removed = {
             let mut inner = self.inner();
-            let index = inner.all.iter().position(|callback| callback.id == id);
+            let index = inner.all.iter().position(|(other, _)| *other == id);
             index.map(|index| inner.all.remove(index))
         };
         removed.is_some()
@@ -94,36 +213,59 @@ impl Callbacks {
 
     /// Whether one is under way, on whatever thread.
     pub(crate) fn are_running(&self) -> bool {
-        self.inner().all.iter().any(|callback| callback.running.load(Ordering::Acquire))
+        self.inner().all.iter().any(|(_, callback)| callback.running.load(Ordering::Acquire))
     }
 
-    /// Calls them in order until `enough` says so. No lock may be held.
-    pub(crate) fn call(
-        &self,
-        mut plea: impl FnMut() -> Plea,
-        mut enough: impl FnMut() -> bool,
-    ) -> Called {
+    /// Calls them in order until it is enough. No lock may be held. Returns what each did; nothing where there was
+    /// nobody to call.
+    pub(crate) fn call(&self, situation: &mut impl Situation) -> Vec<Answer> {
         let all = self.inner().all.clone();
-        let mut called = Called::Nobody;
-        for callback in all {
-            if callback.running.swap(true, Ordering::Acquire) {
+        let mut answers = Vec::new();
+        for (_, callback) in all {
+            if callback.is_off() || callback.running.swap(true, Ordering::Acquire) {
                 continue;
             }
-            let plea = plea();
-            let result = {
-                let _inside = InCallback::enter();
-                catch_unwind(AssertUnwindSafe(|| (callback.function)(&plea)))
-            };
+            answers.push(callback.call(situation));
             callback.running.store(false, Ordering::Release);
-            match result {
-                Err(_) => called = Called::Panicked,
-                Ok(()) if called == Called::Nobody => called = Called::Some,
-                Ok(()) => {}
-            }
-            if enough() {
+            if situation.enough() {
                 break;
             }
         }
-        called
+        answers
+    }
+}
+
+impl Callback {
+    fn call(&self, situation: &mut impl Situation) -> Answer {
+        let plea = situation.plea(self.budget);
+        let (began, before) = (situation.now(), situation.won());
+        let reply = {
+            let _inside = InCallback::enter();
+            catch_unwind(AssertUnwindSafe(|| (self.function)(&plea)))
+        };
+        let took = situation.now().saturating_sub(began);
+        let (said, failed) = match reply {
+            Ok(Reply::Nothing) => (None, None),
+            Ok(Reply::Said(text)) => (Some(shortened(text)), None),
+            Ok(Reply::Failed(text)) => (None, Some(shortened(text))),
+            Err(panic) => {
+                let text = panic.downcast_ref::<String>().map(String::as_str);
+                let text = text.or_else(|| panic.downcast_ref::<&str>().copied());
+                (None, Some(shortened(text.unwrap_or("it panicked").to_owned())))
+            }
+        };
+        let overran = took > plea.time_left;
+        if overran {
+            self.switch_off();
+        }
+        let won = situation.won().saturating_sub(before);
+        Answer {
+            callback: self.name.clone(),
+            said,
+            failed,
+            won,
+            took,
+            switched_off: overran,
+        }
     }
 }

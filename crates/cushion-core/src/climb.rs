@@ -14,6 +14,7 @@ use std::time::Duration;
 
 use self::end::Figures;
 use crate::backoff::Backoff;
+use crate::callbacks::Answer;
 use crate::clock::Bell;
 use crate::driver::{Driver, DriverError, DriverResult};
 use crate::engine::Engine;
@@ -73,6 +74,8 @@ pub(crate) struct Climb {
     awaits_work: bool,
     /// What callbacks won so far; they are asked again only if they won something.
     called: Option<u64>,
+    /// What they said.
+    answers: Vec<Answer>,
     bell: Arc<Bell>,
     backoff: Backoff,
     /// The rung it waits at, and since when.
@@ -202,12 +205,15 @@ impl<D: Driver> Engine<D> {
     #[cold]
     pub(crate) fn begin_climb(&self, asked: &Asked, attempt: &Attempt) -> Climb {
         let started = self.clock.now();
-        let (ladder, options, ticket, owner) = self.locked(|mut engine| {
+        let (ladder, mut options, ticket, owner) = self.locked(|mut engine| {
             let owner = engine.lead(asked.owner);
             let state = engine.state;
             (state.ladder, state.options.clone(), state.queue.ticket(), owner)
         });
-        let budget = if owner::is_in_callback() { Duration::ZERO } else { asked.budget(&options) };
+        let wishes = asked.wishes(owner);
+        let budget = wishes.budget.unwrap_or(Duration::from_millis(options.wait_ms));
+        let budget = if owner::is_in_callback() { Duration::ZERO } else { budget };
+        options.skip_rungs = options.skip_rungs.and(wishes.skipped);
         let asked = Asked { owner, ..*asked };
         let injected = match attempt {
             Attempt::Injected(injected) => Some(*injected),
@@ -215,7 +221,7 @@ impl<D: Driver> Engine<D> {
         };
         let mut climb = Climb {
             asked,
-            asker: Asker { ticket, owner, priority: asked.priority(), blocks: asked.blocks },
+            asker: Asker { ticket, owner, priority: wishes.priority, blocks: asked.blocks },
             ladder,
             backoff: Backoff::new(&options, self.seed.wrapping_add(ticket)),
             options,
@@ -232,6 +238,7 @@ impl<D: Driver> Engine<D> {
             ended: false,
             awaits_work: false,
             called: None,
+            answers: Vec::new(),
             bell: Arc::default(),
             pausing: None,
             injected,

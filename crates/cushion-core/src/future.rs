@@ -32,7 +32,7 @@ impl<'a, D: Driver> AllocFuture<'a, D> {
         stream: StreamId,
         context: Context,
     ) -> Self {
-        let of_maker = Some((owner::priority(), owner::budget()));
+        let of_maker = Some(owner::wishes());
         let asked = Asked { blocks: false, of_maker, ..Asked::by_thread(bytes, stream, context) };
         Self { engine, asked, climb: None, alarm: None, done: false }
     }

@@ -168,6 +168,12 @@ impl RungSet {
         Self(self.0 | 1 << rung as u16)
     }
 
+    /// These and those.
+    #[must_use]
+    pub fn and(self, others: Self) -> Self {
+        Self(self.0 | others.0)
+    }
+
     /// The rungs, in order.
     pub fn iter(self) -> impl Iterator<Item = Rung> {
         Rung::ALL.into_iter().filter(move |&rung| self.contains(rung))

@@ -63,7 +63,7 @@ mod stuck;
 mod table;
 
 pub use bytes::parse_bytes;
-pub use callbacks::{CallbackId, Plea};
+pub use callbacks::{Answer, Callback, CallbackId, Plea, Reply};
 pub use check::Violation;
 pub use climb::Waited;
 pub use clock::{Bell, Clock, VirtualClock};
@@ -77,7 +77,10 @@ pub use history::{Action, Context, Entry};
 pub use inject::{Faults, Injection, InjectionError};
 pub use ladder::{Ladder, Rung, RungSet};
 pub use options::Options;
-pub use owner::{Owner, Task, Working, budget, priority, set_budget, set_followers, set_priority};
+pub use owner::{
+    Owner, Task, Working, budget, priority, set_budget, set_followers, set_priority,
+    set_skipped_rungs, skipped_rungs,
+};
 pub use policy::Policy;
 pub use pool::PoolId;
 pub use private::StreamFilter;

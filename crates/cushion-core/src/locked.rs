@@ -1,7 +1,6 @@
 //! The engine while its lock is held: the path of an allocation that finds a free block, and of a
 //! free that nobody waits for. Everything slower is in the files named after it.
 
-use std::time::Duration;
 
 use rustc_hash::FxHashMap;
 
@@ -13,7 +12,7 @@ use crate::history::{Action, Context, Entry, History};
 use crate::inject::{Injected, Injection};
 use crate::ladder::{Ladder, Rung};
 use crate::options::Options;
-use crate::owner::{self, Owner};
+use crate::owner::{self, Owner, Wishes};
 use crate::pages::PageTable;
 use crate::pending::Pending;
 use crate::policy::{Policy, Request, View};
@@ -70,8 +69,8 @@ pub(crate) struct Asked {
     pub(crate) blocks: bool,
     /// It is for later: memory of others, and of the host, would not help.
     pub(crate) ahead: bool,
-    /// The priority and the budget of who made a future; a thread's own are looked up when they are needed.
-    pub(crate) of_maker: Option<(i32, Option<Duration>)>,
+    /// What who made a future wants; what a thread wants is looked up when it is needed.
+    pub(crate) of_maker: Option<Wishes>,
 }
 
 impl Asked {
@@ -81,14 +80,13 @@ impl Asked {
         Self { bytes, stream, context, owner, blocks: true, ahead: false, of_maker: None }
     }
 
-    pub(crate) fn priority(&self) -> i32 {
-        self.of_maker.map_or_else(owner::priority, |(priority, _)| priority)
-    }
-
-    /// How long it may wait.
-    pub(crate) fn budget(&self, options: &Options) -> Duration {
-        let own = self.of_maker.map_or_else(owner::budget, |(_, budget)| budget);
-        own.unwrap_or(Duration::from_millis(options.wait_ms))
+    /// What is wanted for it. One that follows wants what `leader` wants, in whose name it asks.
+    pub(crate) fn wishes(&self, leader: Owner) -> Wishes {
+        match self.of_maker {
+            Some(wishes) => wishes,
+            None if self.owner == Owner::FOLLOWER => owner::wishes_of(leader),
+            None => owner::wishes(),
+        }
     }
 }
 
@@ -213,11 +211,12 @@ impl<D: Driver> Locked<'_, D> {
         {
             return Some(Attempt::Injected(injected));
         }
-        let blocks = asked.blocks;
-        let asker = Asker { ticket: u64::MAX, owner, priority: asked.priority(), blocks };
-        if !self.may_wait(asked) {
+        let wishes = asked.wishes(owner);
+        if !self.may_wait(&wishes) {
             return None;
         }
+        let (priority, blocks) = (wishes.priority, asked.blocks);
+        let asker = Asker { ticket: u64::MAX, owner, priority, blocks };
         let held_back = self.is_held_back(owner);
         self.state.pay_attention();
         if held_back || !self.may_try(&asker) {
@@ -226,12 +225,12 @@ impl<D: Driver> Locked<'_, D> {
         None
     }
 
-    /// Whether a request waits at all.
-    fn may_wait(&self, asked: &Asked) -> bool {
+    /// Whether a request of somebody who wants this waits at all.
+    fn may_wait(&self, wishes: &Wishes) -> bool {
         let options = &self.state.options;
-        !asked.budget(options).is_zero()
+        wishes.budget.map_or(options.wait_ms > 0, |budget| !budget.is_zero())
             && self.state.ladder == Ladder::Graceful
-            && !options.skip_rungs.contains(Rung::Wait)
+            && !options.skip_rungs.and(wishes.skipped).contains(Rung::Wait)
     }
 
     fn hit(&self, block: BlockId, policy: Policy) -> Found {

@@ -68,6 +68,8 @@ pub struct Options {
     pub wait_ceiling_ms: u64,
     /// How often one request climbs the ladder at most.
     pub max_tries: u64,
+    /// How long each of the program's callbacks may take at least, in milliseconds.
+    pub callback_ms: u64,
     /// Rungs of the ladder that are left out.
     pub skip_rungs: RungSet,
     /// The most host memory that may serve requests; 0 is off.
@@ -99,6 +101,7 @@ impl Options {
         wait_factor: 2.0,
         wait_ceiling_ms: 100,
         max_tries: 500,
+        callback_ms: 1_000,
         skip_rungs: RungSet::NONE,
         spill_limit: 0,
         spill_over: 16 * MIB,

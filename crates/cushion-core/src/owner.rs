@@ -10,6 +10,8 @@ use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
+use crate::ladder::RungSet;
+
 /// Who holds an allocation: the number of a thread or a task. Zero is nobody.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub struct Owner(pub(crate) u32);
@@ -35,6 +37,7 @@ thread_local! {
     /// The tasks it works for, the latest last, with what it did before the first.
     static WORK: RefCell<Work> = const { RefCell::new(Work { own: (0, 0), tasks: Vec::new() }) };
     static BUDGET: Cell<Option<Duration>> = const { Cell::new(None) };
+    static SKIPPED: Cell<RungSet> = const { Cell::new(RungSet::NONE) };
     static IN_CALLBACK: Cell<bool> = const { Cell::new(false) };
     /// Held for its drop, when the thread ends.
     static ALIVE: Cell<Option<Alive>> = const { Cell::new(None) };
@@ -87,10 +90,39 @@ struct Work {
     tasks: Vec<(u64, Task)>,
 }
 
+/// What somebody wants for their requests, whatever the options say.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(crate) struct Wishes {
+    pub(crate) priority: i32,
+    /// How long each may wait, if that was said.
+    pub(crate) budget: Option<Duration>,
+    /// Rungs that are left out, beside those of the options.
+    pub(crate) skipped: RungSet,
+}
+
+/// What this thread wants.
+pub(crate) fn wishes() -> Wishes {
+    Wishes { priority: PRIORITY.get(), budget: BUDGET.get(), skipped: SKIPPED.get() }
+}
+
+/// What an owner wants: the latest that a thread of its said.
+pub(crate) fn wishes_of(owner: Owner) -> Wishes {
+    owners().all.get(&owner.0).map(|known| known.wishes).unwrap_or_default()
+}
+
+/// Lets those who ask in this thread's name know what it wants.
+fn tell_followers() {
+    let owner = current();
+    if let Some(known) = owners().all.get_mut(&owner.0) {
+        known.wishes = wishes();
+    }
+}
+
 /// Sets how much this thread's requests matter, from now on: of those that wait, the highest is served
 /// first. Zero to begin with.
 pub fn set_priority(priority: i32) {
     PRIORITY.set(priority);
+    tell_followers();
 }
 
 /// How much this thread's requests matter.
@@ -102,13 +134,29 @@ pub fn priority() -> i32 {
 /// Sets how long each request of this thread may wait, in the place of what the options say; `None` for
 /// what they say. Returns what was set before.
 pub fn set_budget(budget: Option<Duration>) -> Option<Duration> {
-    BUDGET.replace(budget)
+    let before = BUDGET.replace(budget);
+    tell_followers();
+    before
 }
 
 /// How long each request of this thread may wait, if it set that.
 #[must_use]
 pub fn budget() -> Option<Duration> {
     BUDGET.get()
+}
+
+/// Sets which rungs of the ladder this thread's requests leave out, beside those that the options leave out.
+/// Returns what was set before.
+pub fn set_skipped_rungs(skipped: RungSet) -> RungSet {
+    let before = SKIPPED.replace(skipped);
+    tell_followers();
+    before
+}
+
+/// Which rungs this thread's requests leave out, beside those of the options.
+#[must_use]
+pub fn skipped_rungs() -> RungSet {
+    SKIPPED.get()
 }
 
 /// Whether this thread is in a callback of a shortage. What it asks for then is served at once or refused.
@@ -195,6 +243,7 @@ impl Task {
         });
         CURRENT.set(self.0.owner.0);
         PRIORITY.set(self.0.priority);
+        tell_followers();
         Working { task: self.clone(), number, here: std::marker::PhantomData }
     }
 }
@@ -229,6 +278,7 @@ impl Drop for Working {
 struct Known {
     kind: Kind,
     name: Option<String>,
+    wishes: Wishes,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -260,7 +310,7 @@ impl Owners {
             self.last = self.last.wrapping_add(1);
             let taken = [Owner::NOBODY.0, Owner::FOLLOWER.0].contains(&self.last);
             if !taken && !self.all.contains_key(&self.last) {
-                self.all.insert(self.last, Known { kind, name });
+                self.all.insert(self.last, Known { kind, name, wishes: Wishes::default() });
                 return Owner(self.last);
             }
         }
@@ -304,9 +354,9 @@ pub(crate) fn name_of(owner: Owner) -> String {
     let owners = owners();
     let number = owner.0;
     match owners.all.get(&number) {
-        Some(Known { kind: Kind::Thread, name: Some(name) }) => format!("thread {number} ({name})"),
-        Some(Known { kind: Kind::Thread, name: None }) => format!("thread {number}"),
-        Some(Known { kind: Kind::Task { .. }, name }) => {
+        Some(Known { kind: Kind::Thread, name: Some(name), .. }) => format!("thread {number} ({name})"),
+        Some(Known { kind: Kind::Thread, name: None, .. }) => format!("thread {number}"),
+        Some(Known { kind: Kind::Task { .. }, name, .. }) => {
             format!("task {}", name.as_deref().unwrap_or_default())
         }
         None => format!("{number}, which has ended"),

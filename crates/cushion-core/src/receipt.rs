@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
+use crate::callbacks::Answer;
 use crate::driver::Driver;
 use crate::error::{Shortage, seconds};
 use crate::history::Context;
@@ -38,6 +39,9 @@ pub struct Receipt {
     pub who: String,
     /// The tag of the request: the number of its stack, where those are recorded.
     pub context: Context,
+    /// That stack, innermost frame first.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub stack: Vec<String>,
     /// How it ended.
     pub outcome: Outcome,
     /// The figures and each rung. The figures are those of the moment it fell short if it was survived, and of the end
@@ -47,6 +51,9 @@ pub struct Receipt {
     pub groups: Vec<Group>,
     /// Who held live memory at that moment, the most first.
     pub holders: Vec<Holder>,
+    /// What the program's callbacks did, in order.
+    #[serde(default)]
+    pub answers: Vec<Answer>,
 }
 
 /// How a shortage ended.
@@ -93,7 +100,7 @@ impl Outcome {
 }
 
 /// Live allocations of one size and one tag.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Group {
     /// The tag: the number of a stack, where those are recorded.
@@ -104,6 +111,9 @@ pub struct Group {
     pub count: u64,
     /// Bytes of their blocks together.
     pub bytes: u64,
+    /// The stack that the tag stands for, innermost frame first.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub stack: Vec<String>,
 }
 
 /// What one thread or task held.
@@ -141,7 +151,8 @@ impl<D: Driver> Locked<'_, D> {
         let mut groups: BTreeMap<(Context, u64), Group> = BTreeMap::new();
         let mut holders: BTreeMap<Owner, u64> = BTreeMap::new();
         for block in self.live_blocks() {
-            let new = Group { context: block.context, each: block.requested, count: 0, bytes: 0 };
+            let (context, each) = (block.context, block.requested);
+            let new = Group { context, each, count: 0, bytes: 0, stack: Vec::new() };
             let group = groups.entry((block.context, block.requested)).or_insert(new);
             group.count += 1;
             group.bytes += block.size;
@@ -161,6 +172,9 @@ impl<D: Driver> Locked<'_, D> {
 /// Who wants receipts as they come. Called with no lock held.
 pub(crate) type Listener = Arc<dyn Fn(&Receipt) + Send + Sync>;
 
+/// Says which stacks tags stand for: for each tag, in order. Called with no lock held.
+pub(crate) type Explainer = Arc<dyn Fn(&[Context]) -> Vec<Vec<String>> + Send + Sync>;
+
 /// The receipts of one engine.
 #[derive(Default)]
 pub(crate) struct Receipts {
@@ -172,11 +186,12 @@ struct Inner {
     room: usize,
     last: u64,
     listeners: Vec<Listener>,
+    explainer: Option<Explainer>,
 }
 
 impl Default for Inner {
     fn default() -> Self {
-        Self { ring: VecDeque::new(), room: Receipts::ROOM, last: 0, listeners: Vec::new() }
+        Self { ring: VecDeque::new(), room: Receipts::ROOM, last: 0, listeners: Vec::new(), explainer: None }
     }
 }
 
@@ -203,7 +218,8 @@ impl Receipts {
 
     /// Keeps one, and tells who listens. What a listener panics with stays with it: it is not to bring
     /// down an allocation.
-    pub(crate) fn file(&self, receipt: Receipt) {
+    pub(crate) fn file(&self, mut receipt: Receipt) {
+        self.explain(&mut receipt);
         let receipt = Arc::new(receipt);
         let listeners = {
             let mut inner = self.inner();
@@ -219,6 +235,27 @@ impl Receipts {
             let told = std::panic::AssertUnwindSafe(|| listener(&receipt));
             let _ = std::panic::catch_unwind(told);
         }
+    }
+
+    /// Puts the stacks in that its tags stand for.
+    fn explain(&self, receipt: &mut Receipt) {
+        let Some(explainer) = self.inner().explainer.clone() else { return };
+        let tags: Vec<Context> = std::iter::once(receipt.context)
+            .chain(receipt.groups.iter().map(|group| group.context))
+            .collect();
+        if tags.iter().all(|&tag| tag == Context::NONE) {
+            return;
+        }
+        let told = std::panic::AssertUnwindSafe(|| explainer(&tags));
+        let mut stacks = std::panic::catch_unwind(told).unwrap_or_default().into_iter();
+        receipt.stack = stacks.next().unwrap_or_default();
+        for (group, stack) in receipt.groups.iter_mut().zip(stacks) {
+            group.stack = stack;
+        }
+    }
+
+    pub(crate) fn explain_by(&self, explainer: Explainer) {
+        self.inner().explainer = Some(explainer);
     }
 
     pub(crate) fn listen(&self, listener: Listener) {

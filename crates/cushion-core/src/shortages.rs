@@ -2,10 +2,11 @@
 
 use std::sync::Arc;
 
-use crate::callbacks::{CallbackId, Plea};
+use crate::callbacks::{Callback, CallbackId, Plea, Reply};
 use crate::climb::Waited;
 use crate::driver::Driver;
 use crate::engine::Engine;
+use crate::history::Context;
 use crate::inject::Injection;
 use crate::receipt::Receipt;
 
@@ -13,12 +14,22 @@ impl<D: Driver> Engine<D> {
     /// Calls `callback` when memory runs out, those of higher priority first. It may free, and even
     /// allocate; it is never called with a lock held, and never re-entered: what its thread asks for meanwhile, on
     /// whatever device, asks no callbacks and never waits.
-    pub fn on_shortage(
+    pub fn on_shortage<F: Fn(&Plea) + Send + Sync + 'static>(
         &self,
         priority: i32,
-        callback: impl Fn(&Plea) + Send + Sync + 'static,
+        callback: F,
     ) -> CallbackId {
-        self.callbacks.add(priority, Box::new(callback))
+        let name = std::any::type_name::<F>();
+        self.add_callback(Arc::new(Callback::new(name, priority, move |plea| {
+            callback(plea);
+            Reply::Nothing
+        })))
+    }
+
+    /// As [`on_shortage`](Self::on_shortage), for a callback with a name, or one that several engines ask: it is not
+    /// called for two of them at once.
+    pub fn add_callback(&self, callback: Arc<Callback>) -> CallbackId {
+        self.callbacks.add(callback)
     }
 
     /// Takes a callback away; false if it is gone already. One that runs now runs on.
@@ -46,6 +57,15 @@ impl<D: Driver> Engine<D> {
     /// Calls `listener` with every receipt from now on, on the thread that was short of memory.
     pub fn on_receipt(&self, listener: impl Fn(&Receipt) + Send + Sync + 'static) {
         self.receipts.listen(Arc::new(listener));
+    }
+
+    /// Asks `explainer` for the stacks that tags stand for, in order, whenever a receipt has such: on the thread that
+    /// was short of memory, with no lock held.
+    pub fn explain_tags(
+        &self,
+        explainer: impl Fn(&[Context]) -> Vec<Vec<String>> + Send + Sync + 'static,
+    ) {
+        self.receipts.explain_by(Arc::new(explainer));
     }
 
     /// Makes allocations fail from now on, to test how a program takes it; `None` ends that. Calls of the

@@ -9,10 +9,15 @@
 //! function is outside the stable interface and so is looked up at run time. (`PyGILState_Check` says yes to every
 //! thread once there was a second interpreter.)
 //!
+//! A thread that is short of memory may hold what the lock's owner waits for: a mutex of a C++ library, or its own
+//! end. It asks for the lock by [`attach_within`], which gives up where the lock does not change hands.
+//!
 //! Once the interpreter begins to shut down ([`stop`]) nothing here touches it any more.
 
-use std::sync::OnceLock;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::mpsc::{Sender, SyncSender, channel, sync_channel};
+use std::sync::{Mutex, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
 
 use pyo3::Python;
 use pyo3::ffi::{self, PyThreadState};
@@ -23,9 +28,18 @@ type CurrentState = unsafe extern "C" fn() -> *mut PyThreadState;
 
 static STOPPED: AtomicBool = AtomicBool::new(false);
 
-/// From now on nobody calls into Python.
+/// How many threads of our own want the lock, or have it.
+static OURS: AtomicUsize = AtomicUsize::new(0);
+
+/// From now on nobody calls into Python. The caller has given the lock up: our own threads that want it get it once
+/// more, since the interpreter ends a thread that asks for it too late in the middle of whatever it does.
 pub(crate) fn stop() {
+    const PATIENCE: Duration = Duration::from_secs(1);
     STOPPED.store(true, Ordering::SeqCst);
+    let until = Instant::now() + PATIENCE;
+    while OURS.load(Ordering::SeqCst) > 0 && Instant::now() < until {
+        std::thread::sleep(Duration::from_millis(1));
+    }
 }
 
 /// Whether Python may be called.
@@ -57,6 +71,57 @@ pub(crate) fn attach<T>(f: impl FnOnce(Python<'_>) -> T) -> T {
     // SAFETY: the interpreter runs, which every caller asks first; `Ensured` undoes it.
     let _ensured = Ensured(unsafe { ffi::PyGILState_Ensure() });
     Python::attach(f)
+}
+
+/// Runs `f` with the lock; not at all if Python shuts down, or if the lock is not given up by whoever has it for as
+/// long as `patience`.
+///
+/// Python can only wait for its lock for ever, so another thread asks first. That one got it says that it changes hands.
+pub(crate) fn attach_within<T>(
+    patience: Duration,
+    f: impl FnOnce(Python<'_>) -> T,
+) -> Option<T> {
+    if !is_running() {
+        return None;
+    }
+    (is_held() || changes_hands(patience)).then(|| attach(f))
+}
+
+/// As [`attach`], for a thread of our own: not at all if Python shuts down.
+pub(crate) fn attach_ours<T>(f: impl FnOnce(Python<'_>) -> T) -> Option<T> {
+    OURS.fetch_add(1, Ordering::SeqCst);
+    let result = is_running().then(|| attach(f));
+    OURS.fetch_sub(1, Ordering::SeqCst);
+    result
+}
+
+/// Whether another thread gets the lock within `patience`.
+fn changes_hands(patience: Duration) -> bool {
+    static PROBE: Mutex<Option<Sender<SyncSender<()>>>> = Mutex::new(None);
+    let (reply, got) = sync_channel(1);
+    {
+        let mut probe = PROBE.lock().unwrap_or_else(PoisonError::into_inner);
+        if probe.is_none() {
+            let (ask, asked) = channel::<SyncSender<()>>();
+            let ask_for_lock = move || {
+                for reply in asked {
+                    if attach_ours(|_| ()).is_some() {
+                        // Who asked may have given up.
+                        let _ = reply.send(());
+                    }
+                }
+            };
+            let thread = std::thread::Builder::new().name("cushion-lock".to_owned());
+            if thread.spawn(ask_for_lock).is_err() {
+                return false;
+            }
+            *probe = Some(ask);
+        }
+        if probe.as_ref().is_none_or(|ask| ask.send(reply).is_err()) {
+            return false;
+        }
+    }
+    got.recv_timeout(patience).is_ok()
 }
 
 /// A use of the lock, until this is dropped.

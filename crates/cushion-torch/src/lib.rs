@@ -4,18 +4,23 @@
 //!
 //! - `abi.rs`: the entry points PyTorch calls; `plugin.rs`: what they do; `function.rs`: the C++ function
 //!   that comes with one of them.
-//! - `throw.rs`, `refusal.rs`: what a refused allocation raises and says.
-//! - `gil.rs`: how all of this lives in a Python process.
+//! - `throw.rs`, `refusal.rs`, `message.rs`: what a refused allocation raises and says.
+//! - `callbacks.rs`, `receipts.rs`, `futures.rs`: what a program has to do with shortages.
+//! - `gil.rs`, `threads.rs`: how all of this lives in a Python process.
 //! - `recorder.rs`, `stacks.rs`, `snapshot.rs`: history, with Python stacks.
 //! - `profiler.rs`: reports to `torch.profiler`. `symbols.rs`: finding what others have loaded.
 
 #![expect(unreachable_pub, reason = "the entry points are found by their names")]
 
 mod abi;
+mod callbacks;
 mod function;
+mod futures;
 mod gil;
+mod message;
 mod plugin;
 mod profiler;
+mod receipts;
 mod recorder;
 mod refusal;
 mod snapshot;
@@ -32,16 +37,31 @@ mod _cushion {
     use std::collections::HashMap;
     use std::ffi::OsString;
 
+    use std::time::Duration;
+
     use cushion::core::options::{Asked, Settings, torch_variable, without_key};
-    use cushion::core::{Action, Driver as _, Policy, PoolId, StreamId, parse_bytes};
+    use cushion::core::{
+        Action, Driver as _, Injection, Policy, PoolId, Rung, RungSet, StreamId, parse_bytes,
+        set_budget, set_skipped_rungs,
+    };
     use cushion::{CudaError, DeviceEngine, DeviceError, HistoryPlan, devices};
     use pyo3::exceptions::{PyMemoryError, PyRuntimeError, PyValueError};
     use pyo3::prelude::*;
     use pyo3::types::{PyDict, PyList, PyString};
 
+    #[pymodule_export]
+    use super::callbacks::{
+        add_callback, add_last_call, expect_refusals, is_callback_on, refuse_after_all,
+        remove_callback, remove_last_call,
+    };
+    #[pymodule_export]
+    use super::futures::Pending;
+    #[pymodule_export]
+    use super::receipts::{keep_receipts, observe_receipts, receipt, receipts};
+
     use super::recorder::{self, Level};
     use super::throw::Failure;
-    use super::{abi, gil, plugin, profiler, refusal, snapshot, stacks, throw};
+    use super::{abi, futures, gil, plugin, profiler, refusal, snapshot, stacks, throw};
 
     #[pymodule_export]
     #[allow(non_upper_case_globals, reason = "the name that Python packages give it")]
@@ -76,19 +96,31 @@ mod _cushion {
         fn simulate(&self) -> Option<u64> {
             self.settings.simulate
         }
+
+        #[getter]
+        fn receipts(&self) -> Option<&str> {
+            self.settings.receipts.as_deref()
+        }
+
+        #[getter]
+        fn inject(&self) -> Option<String> {
+            self.settings.inject.as_ref().map(ToString::to_string)
+        }
     }
 
     /// Gathers the settings of this process from arguments and from the variables of `environ`.
     #[pyfunction]
-    #[pyo3(signature = (environ, policy=None, conf=None, log=None))]
+    #[pyo3(signature = (environ, policy=None, conf=None, log=None, receipts=None, inject=None))]
     fn gather_settings(
         environ: HashMap<String, String>,
         policy: Option<String>,
         conf: Option<String>,
         log: Option<bool>,
+        receipts: Option<String>,
+        inject: Option<String>,
     ) -> PyResult<PySettings> {
         let variable = |name: &str| environ.get(name).cloned();
-        let settings = Settings::gather(&Asked { policy, conf, log }, variable)
+        let settings = Settings::gather(&Asked { policy, conf, log, receipts, inject }, variable)
             .map_err(|error| PyValueError::new_err(error.to_string()))?;
         let torch_variable = torch_variable(variable)
             .map(|(name, conf)| (name.to_owned(), without_key(&conf, "backend")));
@@ -97,10 +129,14 @@ mod _cushion {
 
     /// Makes `settings` those of every device. Returns the name of what is raised when memory runs out.
     #[pyfunction]
-    fn start(py: Python<'_>, settings: &PySettings) -> &'static str {
+    fn start(py: Python<'_>, settings: &PySettings) -> PyResult<&'static str> {
         profiler::start();
-        py.detach(|| devices().set_options(&settings.settings.options));
-        throw::out_of_memory_name()
+        py.detach(|| {
+            super::receipts::begin();
+            devices().set(&settings.settings)
+        })
+        .map_err(|error| PyValueError::new_err(error.to_string()))?;
+        Ok(throw::out_of_memory_name())
     }
 
     /// Devices are simulated from now on, each of `size`, such as `16GiB`.
@@ -119,8 +155,8 @@ mod _cushion {
 
     /// Python is shutting down: nothing calls into it from now on.
     #[pyfunction]
-    fn stop() {
-        gil::stop();
+    fn stop(py: Python<'_>) {
+        py.detach(gil::stop);
     }
 
     /// The addresses of the plug-in's functions, by the names of PyTorch's setters.
@@ -158,10 +194,90 @@ mod _cushion {
             usable(device)?;
             Ok::<_, PyErr>(plugin::alloc_for(bytes, device, StreamId(stream), context))
         })?
-        .map_err(|failure| match failure {
+        .map_err(|failure| raised(py, failure))
+    }
+
+    /// Prepares memory: afterwards a request of `bytes` bytes on `stream` needs nothing from the driver.
+    #[pyfunction]
+    #[pyo3(signature = (bytes, device=0, stream=0))]
+    fn prefetch(py: Python<'_>, bytes: u64, device: i64, stream: u64) -> PyResult<()> {
+        py.detach(|| {
+            let engine = usable(device)?;
+            let prepared = engine.prefetch(bytes, StreamId(stream));
+            Ok::<_, PyErr>(prepared.map_err(|error| refusal::refused(device, &error)))
+        })?
+        .map_err(|failure| raised(py, failure))
+    }
+
+    /// As `allocate`, and no thread waits: calls `done(address, None, False)` when it is served, and
+    /// `done(None, why, is_out_of_memory)` when it is refused, on another thread.
+    #[pyfunction]
+    #[pyo3(signature = (bytes, done, device=0, stream=0))]
+    fn allocate_later(
+        py: Python<'_>,
+        bytes: u64,
+        done: Py<PyAny>,
+        device: i64,
+        stream: u64,
+    ) -> PyResult<Pending> {
+        let context = recorder::context(Level::State);
+        py.detach(|| {
+            let request = usable(device)?.alloc_async_for(bytes, StreamId(stream), context);
+            Ok::<_, PyErr>(futures::start(device, request, done))
+        })?
+        .map_err(|failure| raised(py, failure))
+    }
+
+    /// Bytes of a size such as `8GiB`.
+    #[pyfunction(name = "parse_bytes")]
+    fn bytes_of(size: &str) -> PyResult<u64> {
+        parse_bytes(size).map_err(PyValueError::new_err)
+    }
+
+    /// Sets how long each request of this thread may wait, and which rungs it leaves out beside those of the options;
+    /// returns what was set before.
+    #[pyfunction]
+    fn set_wishes(
+        budget_ms: Option<f64>,
+        skip: Vec<String>,
+    ) -> PyResult<(Option<f64>, Vec<&'static str>)> {
+        let budget = match budget_ms.map(|ms| Duration::try_from_secs_f64(ms / 1e3)) {
+            None => None,
+            Some(Ok(budget)) => Some(budget),
+            Some(Err(_)) => {
+                let text = "a budget is a number of milliseconds, 0 or more";
+                return Err(PyValueError::new_err(text));
+            }
+        };
+        let rung = |name: &String| {
+            Rung::named(name).filter(|rung| rung.can_be_skipped()).ok_or_else(|| {
+                let names: Vec<_> = Rung::ALL.iter().filter(|rung| rung.can_be_skipped()).collect();
+                let names: Vec<_> = names.into_iter().map(ToString::to_string).collect();
+                let names = names.join(", ");
+                PyValueError::new_err(format!("there is no rung `{name}` to leave out: there are {names}"))
+            })
+        };
+        let skip = skip.iter().map(rung).collect::<PyResult<RungSet>>()?;
+        let budget = set_budget(budget).map(|budget| budget.as_secs_f64() * 1e3);
+        Ok((budget, set_skipped_rungs(skip).iter().map(Rung::name).collect()))
+    }
+
+    /// Allocations are made to fail by these rules from now on, on every device; none end it. Returns those before.
+    #[pyfunction]
+    #[pyo3(signature = (rules=None))]
+    fn inject(py: Python<'_>, rules: Option<&str>) -> PyResult<Option<String>> {
+        let parsed = rules.map(str::parse::<Injection>).transpose();
+        let parsed = parsed.map_err(|error| PyValueError::new_err(error.to_string()))?;
+        let before = py.detach(|| devices().inject(parsed));
+        Ok(before.map(|injection| injection.to_string()))
+    }
+
+    /// A failure as Python raises it.
+    fn raised(py: Python<'_>, failure: Failure) -> PyErr {
+        match failure {
             Failure::OutOfMemory(text) => out_of_memory(py, text),
             Failure::Other(text) => PyRuntimeError::new_err(text),
-        })
+        }
     }
 
     /// Gives back what `allocate` gave, on whichever device.
@@ -196,15 +312,10 @@ mod _cushion {
 
     /// As PyTorch raises it, where PyTorch is loaded.
     fn out_of_memory(py: Python<'_>, text: String) -> PyErr {
-        let class = || {
-            let modules = py.import("sys")?.getattr("modules")?;
-            let torch = modules.get_item("torch")?;
-            // Up to 2.4 it has only the second of these names.
-            torch
-                .getattr("OutOfMemoryError")
-                .or_else(|_| torch.getattr("cuda")?.getattr("OutOfMemoryError"))
-        };
-        match class().and_then(|class| class.call1((&text,))) {
+        let made = py.import("cushion._receipts").and_then(|module| {
+            module.getattr("out_of_memory_class")?.call0()?.call1((&text,))
+        });
+        match made {
             Ok(error) => PyErr::from_value(error),
             Err(_) => PyMemoryError::new_err(text),
         }
@@ -279,6 +390,15 @@ mod _cushion {
         result.set_item("largest_free_block", stats.largest_free_block())?;
         result.set_item("blocks", stats.blocks())?;
         result.set_item("free_blocks", stats.free_blocks())?;
+        result.set_item("shortages", stats.shortages)?;
+        result.set_item("shortages_survived", stats.shortages_survived)?;
+        result.set_item("shortages_refused", stats.shortages_refused)?;
+        result.set_item("shortage_seconds", Duration::from_nanos(stats.shortage_nanos).as_secs_f64())?;
+        result.set_item("spilled_bytes", stats.spilled_bytes.current)?;
+        result.set_item("spilled_bytes_peak", stats.spilled_bytes.peak)?;
+        let engine = devices().get(device);
+        result.set_item("waiting", engine.map_or(0, DeviceEngine::waiting))?;
+        result.set_item("receipts_lost", engine.map_or(0, |it| cushion::lost_receipts(it).count))?;
         Ok(result)
     }
 

@@ -11,7 +11,8 @@ pub(crate) fn know() {
     cushion::core::set_followers(computes_gradients);
 }
 
-fn computes_gradients() -> bool {
+/// Whether this is one of them.
+pub(crate) fn computes_gradients() -> bool {
     // As long as a thread's name may be, and the zero behind it.
     let mut name = [0_u8; 16];
     // SAFETY: it has no precondition.

@@ -6,16 +6,21 @@
 //! CUDA does not survive a fork, and a lock may have been held by a thread that does not exist in the child: after
 //! [`Devices::after_fork`] no engine of the parent's can be reached in it.
 
+use std::fmt;
+use std::io;
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use cushion_core::options::{Asked, NotOurs, OptionsError, Settings, SettingsError};
-use cushion_core::{Action, Clock, Engine, EngineConfig, Ladder, Options, Waited};
+use cushion_core::{Action, Clock, Engine, EngineConfig, Injection, Ladder, Options, Waited};
 use cushion_cuda::CudaError;
 
 use crate::clock::SystemClock;
 use crate::driver::DeviceDriver;
 use crate::fork;
+use crate::receipts::{open_receipts, stop_receipts, write_receipts};
+use crate::shortage::inject;
 
 /// The engine of a device, a GPU or a simulated one.
 pub type DeviceEngine = Engine<DeviceDriver>;
@@ -44,6 +49,21 @@ struct Plan {
     waited: Option<Waited>,
     /// Devices are simulated, with this capacity each.
     simulated: Option<u64>,
+    /// Where receipts go.
+    receipts: Option<PathBuf>,
+    /// Failures that are made up.
+    injection: Option<Injection>,
+    /// What is done with every engine.
+    for_each: Vec<ForEach>,
+}
+
+/// Something that is done with every engine.
+struct ForEach(Box<dyn Fn(&DeviceEngine) + Send + Sync>);
+
+impl fmt::Debug for ForEach {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("ForEach")
+    }
 }
 
 /// What is kept of what happens.
@@ -77,6 +97,14 @@ pub enum DeviceError {
     /// A variable of the environment is no good.
     #[error(transparent)]
     Settings(#[from] SettingsError),
+    /// The file for receipts cannot be opened.
+    #[error("receipts cannot be written to {}: {source}", path.display())]
+    Receipts {
+        /// The file.
+        path: PathBuf,
+        /// What the operating system said.
+        source: Arc<io::Error>,
+    },
     /// Too late to simulate devices.
     #[error("devices are in use already, and can be simulated only before that")]
     InUse,
@@ -96,6 +124,9 @@ impl Devices {
             clock: None,
             waited: None,
             simulated: None,
+            receipts: None,
+            injection: None,
+            for_each: Vec::new(),
         };
         Self {
             engines: [const { OnceLock::new() }; MAX_DEVICES],
@@ -152,6 +183,15 @@ impl Devices {
             engine.record_history(plan.history.entries);
             engine.skip_in_history(&plan.history.skip);
         }
+        if let Some(path) = &plan.receipts {
+            write_receipts(&engine, path)?;
+        }
+        if let Some(injection) = &plan.injection {
+            inject(&engine, Some(injection));
+        }
+        for ForEach(act) in &plan.for_each {
+            act(&engine);
+        }
         Ok(place.get_or_init(|| engine))
     }
 
@@ -179,14 +219,50 @@ impl Devices {
         engines.filter_map(|(device, engine)| Some((device, engine.get()?)))
     }
 
-    /// Sets the options of every engine.
-    pub fn set_options(&self, options: &Options) {
-        let Some(mut plan) = self.plan() else { return };
+    /// Sets the options of every engine, where its receipts go, and which failures are made up.
+    pub fn set(&self, settings: &Settings) -> Result<(), DeviceError> {
+        let Some(mut plan) = self.plan() else { return Ok(()) };
         fork::watch();
-        plan.options = Some(options.clone());
-        for (_, engine) in self.made() {
-            engine.set_options(options.clone());
+        let receipts = settings.receipts.as_ref().map(PathBuf::from);
+        if let Some(path) = &receipts {
+            // Here, rather than at the first allocation.
+            open_receipts(path)?;
         }
+        for (_, engine) in self.made() {
+            engine.set_options(settings.options.clone());
+            match &receipts {
+                Some(path) if plan.receipts != receipts => write_receipts(engine, path)?,
+                Some(_) => {}
+                None => stop_receipts(engine),
+            }
+            // Rules that stay the same go on counting.
+            if plan.injection != settings.inject {
+                inject(engine, settings.inject.as_ref());
+            }
+        }
+        plan.options = Some(settings.options.clone());
+        plan.receipts = receipts;
+        plan.injection.clone_from(&settings.inject);
+        Ok(())
+    }
+
+    /// Makes failures up on every engine, there is or will be; `None` ends it. Returns what was in force.
+    pub fn inject(&self, injection: Option<Injection>) -> Option<Injection> {
+        let mut plan = self.plan()?;
+        for (_, engine) in self.made() {
+            inject(engine, injection.as_ref());
+        }
+        std::mem::replace(&mut plan.injection, injection)
+    }
+
+    /// Does something with every engine: with those there are now, and with others when they are made. It must not ask
+    /// for a device.
+    pub fn for_each(&self, act: impl Fn(&DeviceEngine) + Send + Sync + 'static) {
+        let Some(mut plan) = self.plan() else { return };
+        for (_, engine) in self.made() {
+            act(engine);
+        }
+        plan.for_each.push(ForEach(Box::new(act)));
     }
 
     /// Applies a conf string to every engine; on an error nothing changes. Returns the pairs that are
@@ -247,7 +323,12 @@ impl Plan {
     fn begin(&mut self) -> Result<&Options, SettingsError> {
         let options = match self.options.take() {
             Some(options) => options,
-            None => Settings::gather(&Asked::default(), variable)?.options,
+            None => {
+                let settings = Settings::gather(&Asked::default(), variable)?;
+                self.receipts = self.receipts.take().or(settings.receipts.map(PathBuf::from));
+                self.injection = self.injection.take().or(settings.inject);
+                settings.options
+            }
         };
         Ok(self.options.insert(options))
     }

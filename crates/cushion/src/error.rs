@@ -1,9 +1,5 @@
 //! What can go wrong for a program, each kind apart.
 
-use std::io;
-use std::path::PathBuf;
-use std::sync::Arc;
-
 use cushion_core::options::OptionsError;
 use cushion_core::{AllocError, DriverError, FractionError};
 use cushion_cuda::CudaError;
@@ -32,14 +28,6 @@ pub enum Error {
     /// A fraction of the device's memory is no good.
     #[error(transparent)]
     Fraction(#[from] FractionError),
-    /// The file for receipts cannot be opened.
-    #[error("receipts cannot be written to {}: {source}", path.display())]
-    Receipts {
-        /// The file.
-        path: PathBuf,
-        /// What the operating system said.
-        source: Arc<io::Error>,
-    },
     /// More than can be addressed.
     #[error("{len} elements of {size} bytes each are more than can be addressed")]
     TooLong {

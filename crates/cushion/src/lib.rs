@@ -122,16 +122,16 @@ pub use buffer::Buffer;
 pub use clock::SystemClock;
 pub use cushion_core as core;
 pub use cushion_core::{
-    AllocError, CallbackId, Ended, Injection, InjectionError, Options, Outcome, Plea, Policy,
-    Receipt, Remedy, Rung, Shortage, Stats, StreamId, Task, Tried, Working, set_budget,
-    set_priority,
+    AllocError, Answer, Callback, CallbackId, Ended, Injection, InjectionError, Options, Outcome,
+    Plea, Policy, Receipt, Remedy, Reply, Rung, RungSet, Shortage, Stats, StreamId, Task, Tried,
+    Working, set_budget, set_priority, set_skipped_rungs,
 };
 pub use cushion_cuda::{CudaDriver, CudaError, name as error_name};
 pub use device::{CacheStats, Device, DeviceBuilder};
 pub use devices::{DeviceEngine, DeviceError, Devices, HistoryPlan, MAX_DEVICES, devices};
 pub use driver::DeviceDriver;
 pub use error::Error;
-pub use receipts::{LostReceipts, write_receipts};
+pub use receipts::{LostReceipts, lost_receipts, write_receipts};
 pub use shortage::{BufferFuture, inject};
 pub use stream::{AsStream, Stream};
 

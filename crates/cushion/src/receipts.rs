@@ -11,8 +11,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use cushion_core::Receipt;
 
-use crate::devices::DeviceEngine;
-use crate::error::Error;
+use crate::devices::{DeviceEngine, DeviceError};
 
 /// Receipts that could not be written.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -55,13 +54,19 @@ impl ReceiptLog {
     }
 }
 
+/// Opens a file for receipts, and makes it if need be.
+pub(crate) fn open_receipts(path: &Path) -> Result<File, DeviceError> {
+    let failed =
+        |source| DeviceError::Receipts { path: path.to_owned(), source: Arc::new(source) };
+    File::options().append(true).create(true).open(path).map_err(failed)
+}
+
 /// Writes every receipt of an engine to the end of a file from now on, as a line of JSON; to this one in the
 /// place of the one before. The file is made if need be. What [`Device::write_receipts`](crate::Device::write_receipts)
 /// does.
-pub fn write_receipts(engine: &DeviceEngine, path: impl AsRef<Path>) -> Result<(), Error> {
+pub fn write_receipts(engine: &DeviceEngine, path: impl AsRef<Path>) -> Result<(), DeviceError> {
     let path = path.as_ref();
-    let failed = |source| Error::Receipts { path: path.to_owned(), source: Arc::new(source) };
-    let file = File::options().append(true).create(true).open(path).map_err(failed)?;
+    let file = open_receipts(path)?;
     let is_torn = ends_in_a_line(path);
     let log = engine.driver().receipt_log();
     let listens = {
@@ -74,6 +79,17 @@ pub fn write_receipts(engine: &DeviceEngine, path: impl AsRef<Path>) -> Result<(
         engine.on_receipt(move |receipt| log.inner().write(receipt));
     }
     Ok(())
+}
+
+/// Receipts of an engine that could not be written, and why the first could not.
+#[must_use]
+pub fn lost_receipts(engine: &DeviceEngine) -> LostReceipts {
+    engine.driver().receipt_log().lost()
+}
+
+/// Receipts of an engine are written no longer.
+pub(crate) fn stop_receipts(engine: &DeviceEngine) {
+    engine.driver().receipt_log().inner().file = None;
 }
 
 /// Whether a process that was killed left the file in the middle of a line. Pipes and the like have no end.

@@ -16,7 +16,7 @@ use crate::device::Device;
 use crate::devices::DeviceEngine;
 use crate::driver::DeviceDriver;
 use crate::error::Error;
-use crate::receipts::{LostReceipts, write_receipts};
+use crate::receipts::{LostReceipts, lost_receipts, write_receipts};
 use crate::stream::AsStream;
 
 impl Device {
@@ -69,13 +69,13 @@ impl Device {
     /// made if need be, now; what cannot be written later is no error of an allocation, and is counted by
     /// [`lost_receipts`](Self::lost_receipts).
     pub fn write_receipts(&self, path: impl AsRef<Path>) -> Result<(), Error> {
-        write_receipts(self.engine(), path)
+        Ok(write_receipts(self.engine(), path)?)
     }
 
     /// Receipts that could not be written, and why the first could not.
     #[must_use]
     pub fn lost_receipts(&self) -> LostReceipts {
-        self.engine().driver().receipt_log().lost()
+        lost_receipts(self.engine())
     }
 
     // ---- ahead of time, and as a future ----

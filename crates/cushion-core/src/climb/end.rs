@@ -146,10 +146,12 @@ impl<D: Driver> Engine<D> {
             ladder: climb.ladder,
             who: owner::name_of(climb.asked.owner),
             context: climb.asked.context,
+            stack: Vec::new(),
             outcome,
             shortage: shortage.clone(),
             groups,
             holders,
+            answers: std::mem::take(&mut climb.answers),
         });
         shortage
     }

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use super::{Climb, Visit};
 use crate::borrow::Lend;
-use crate::callbacks::{Called, Plea};
+use crate::callbacks::{Plea, Situation};
 use crate::drain::Drained;
 use crate::driver::{Driver, DriverResult};
 use crate::engine::{Engine, ring};
@@ -230,52 +230,35 @@ impl<D: Driver> Engine<D> {
         if owner::is_in_callback() || climb.called == Some(0) {
             return Visit::Left(Ended::Nothing);
         }
-        let wanted = self.locked(|engine| engine.request_of(climb).wanted);
-        let held = || {
-            let (live, reserved) = (&self.counters.active_bytes, &self.counters.reserved_bytes);
-            (live.current(), reserved.current())
-        };
-        let before = held();
         let gives_back = !climb.options.skip_rungs.contains(Rung::Cached);
-        let plea = || {
-            let time_left = climb.left(self.clock.now());
-            Plea { device: self.device.device, bytes: wanted, time_left }
-        };
-        let enough = || {
-            self.locked(|mut engine| {
-                let request = engine.request_of(climb);
-                let policy = engine.state.policy;
-                let helps = |engine: &mut Locked<'_, D>| {
-                    !engine.is_recording()
-                        && gives_back
-                        && engine.giving_back_helps(&request).unwrap_or(false)
-                };
-                engine.choose(&request, policy).is_some() || helps(&mut engine)
-            })
-        };
-        let called = self.callbacks.call(plea, enough);
-        // What is freed is given back, or it is not: the larger of both is what was won.
-        let after = held();
-        let won = before.0.saturating_sub(after.0).max(before.1.saturating_sub(after.1));
-        if called != Called::Nobody {
-            climb.called = Some(won);
+        let mut asking = Asking { engine: self, climb, gives_back, before: self.held() };
+        let answers = self.callbacks.call(&mut asking);
+        let won = asking.won();
+        if answers.is_empty() {
+            return Visit::Left(Ended::Nothing);
         }
-        match called {
-            Called::Nobody => Visit::Left(Ended::Nothing),
-            Called::Panicked if won == 0 => Visit::Left(Ended::Failed),
-            Called::Some | Called::Panicked => {
-                // What was freed may lie where only the driver can lay it out anew.
-                let served = self.then(climb, &[Then::Search]);
-                match served {
-                    Ok(Some(address)) => Visit::Served(address, won),
-                    Ok(None) if won > 0 && gives_back => {
-                        self.give_back(climb).map_or_else(Visit::Failed, |_| Visit::Won(won))
-                    }
-                    Ok(None) => Visit::Won(won),
-                    Err(error) => Visit::Failed(error),
-                }
+        let all_failed = answers.iter().all(|answer| answer.failed.is_some());
+        let room = MOST_ANSWERS.saturating_sub(climb.answers.len());
+        climb.answers.extend(answers.into_iter().take(room));
+        climb.called = Some(won);
+        if all_failed && won == 0 {
+            return Visit::Left(Ended::Failed);
+        }
+        // What was freed may lie where only the driver can lay it out anew.
+        match self.then(climb, &[Then::Search]) {
+            Ok(Some(address)) => Visit::Served(address, won),
+            Ok(None) if won > 0 && gives_back => {
+                self.give_back(climb).map_or_else(Visit::Failed, |_| Visit::Won(won))
             }
+            Ok(None) => Visit::Won(won),
+            Err(error) => Visit::Failed(error),
         }
+    }
+
+    /// What is live and what is reserved.
+    fn held(&self) -> (u64, u64) {
+        let (live, reserved) = (&self.counters.active_bytes, &self.counters.reserved_bytes);
+        (live.current(), reserved.current())
     }
 
     /// Waits for its turn, for other threads and for other processes.
@@ -359,6 +342,50 @@ impl<D: Driver> Engine<D> {
         let left = climb.left(now);
         let total = climb.options.wait_total_ms.map(Duration::from_millis);
         total.map_or(left, |total| left.min(total.saturating_sub(self.waited.total())))
+    }
+}
+
+/// How many answers of callbacks a receipt has at most.
+const MOST_ANSWERS: usize = 64;
+
+/// A request that asks callbacks.
+struct Asking<'a, D: Driver> {
+    engine: &'a Engine<D>,
+    climb: &'a Climb,
+    gives_back: bool,
+    /// What was held before.
+    before: (u64, u64),
+}
+
+impl<D: Driver> Situation for Asking<'_, D> {
+    fn plea(&mut self, budget: Option<Duration>) -> Plea {
+        let least = Duration::from_millis(self.climb.options.callback_ms);
+        let time_left = budget.unwrap_or_else(|| self.climb.left(self.now()).max(least));
+        let bytes = self.engine.locked(|engine| engine.request_of(self.climb).wanted);
+        Plea { device: self.engine.device.device, bytes, time_left }
+    }
+
+    fn now(&mut self) -> Duration {
+        self.engine.clock.now()
+    }
+
+    /// What is freed is given back, or it is not: the larger of both is what was won.
+    fn won(&mut self) -> u64 {
+        let after = self.engine.held();
+        self.before.0.saturating_sub(after.0).max(self.before.1.saturating_sub(after.1))
+    }
+
+    fn enough(&mut self) -> bool {
+        self.engine.locked(|mut engine| {
+            let request = engine.request_of(self.climb);
+            let policy = engine.state.policy;
+            let helps = |engine: &mut Locked<'_, D>| {
+                !engine.is_recording()
+                    && self.gives_back
+                    && engine.giving_back_helps(&request).unwrap_or(false)
+            };
+            engine.choose(&request, policy).is_some() || helps(&mut engine)
+        })
     }
 }
 

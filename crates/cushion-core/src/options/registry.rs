@@ -260,6 +260,22 @@ pub static REGISTRY: &[OptionSpec] = &[
         reset: |options| options.max_tries = Options::DEFAULT.max_tries,
     },
     OptionSpec {
+        key: "callback_ms",
+        unit: "ms",
+        default: "1000",
+        accepts: "a whole number of milliseconds",
+        meaning: "How long each of the program's callbacks for a shortage may take, if the request may \
+                  not wait longer than that. One that takes longer is not called again.",
+        worst_case: "a request that callbacks cannot help is refused so much later, for each of them.",
+        resets: false,
+        read: |options, value| {
+            options.callback_ms = whole(value)?;
+            Ok(())
+        },
+        show: |options| options.callback_ms.to_string(),
+        reset: |options| options.callback_ms = Options::DEFAULT.callback_ms,
+    },
+    OptionSpec {
         key: "skip_rungs",
         unit: "rungs",
         default: "none",

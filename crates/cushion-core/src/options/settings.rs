@@ -8,6 +8,7 @@ use thiserror::Error;
 
 use super::{NotOurs, Options, OptionsError, REGISTRY};
 use crate::bytes::parse_bytes;
+use crate::inject::{Injection, InjectionError};
 use crate::policy::Policy;
 
 /// The variables that PyTorch reads, in its order: it reads the first that is set and no other.
@@ -62,8 +63,25 @@ const SIMULATE: SettingSpec = SettingSpec {
               `cushion.install()` refuses then.",
 };
 
+const RECEIPTS: SettingSpec = SettingSpec {
+    name: "receipts",
+    variable: "CUSHION_RECEIPTS",
+    default: "none",
+    accepts: "the path of a file, which is made if need be",
+    meaning: "Every shortage, survived or refused, is written to the end of this file as a line of \
+              JSON. Several processes may share a file.",
+};
+const INJECT: SettingSpec = SettingSpec {
+    name: "inject",
+    variable: "CUSHION_INJECT",
+    default: "none",
+    accepts: "rules, such as `nth=5` or `every=1000; over=1GiB,fraction=0.01,seed=7`",
+    meaning: "Allocations are made to fail by these rules, to test how a program takes it \
+              ([inject.md](inject.md)). Every device counts for itself.",
+};
+
 /// All settings, in the order in which they are shown.
-pub static SETTINGS: &[SettingSpec] = &[POLICY, CONF, LOG, SIMULATE];
+pub static SETTINGS: &[SettingSpec] = &[POLICY, CONF, LOG, SIMULATE, RECEIPTS, INJECT];
 
 /// What the caller says in code; it wins over every variable.
 #[derive(Debug, Clone, Default)]
@@ -74,6 +92,10 @@ pub struct Asked {
     pub conf: Option<String>,
     /// Whether messages go to standard error.
     pub log: Option<bool>,
+    /// The file that receipts are written to; an empty text is none.
+    pub receipts: Option<String>,
+    /// Rules for failures that are made up; an empty text is none.
+    pub inject: Option<String>,
 }
 
 /// The settings of a process.
@@ -85,6 +107,10 @@ pub struct Settings {
     pub log: bool,
     /// Devices are simulated, of this size each.
     pub simulate: Option<u64>,
+    /// The file that receipts are written to.
+    pub receipts: Option<String>,
+    /// Failures that are made up.
+    pub inject: Option<Injection>,
     /// Pairs of conf strings that are PyTorch's alone.
     pub not_ours: Vec<NotOurs>,
 }
@@ -100,6 +126,14 @@ pub enum SettingsError {
         source_name: String,
         /// What is wrong.
         error: OptionsError,
+    },
+    /// Rules for failures that are made up are no good.
+    #[error("{source_name}: {error}")]
+    Inject {
+        /// The argument or variable.
+        source_name: String,
+        /// What is wrong.
+        error: InjectionError,
     },
     /// Another setting is no good.
     #[error("{source_name} cannot be `{value}`: it takes {accepts}")]
@@ -147,8 +181,22 @@ impl Settings {
             (None, Some(value)) => flag(LOG.variable, &value)?,
             (None, None) => false,
         };
-        let simulate = Self::simulate_of(variable)?;
-        Ok(Self { options: gathered.options, log, simulate, not_ours: gathered.not_ours })
+        let given = |spec: &SettingSpec, asked: &Option<String>| {
+            let (name, text) = match asked {
+                Some(text) => (spec.name, text.clone()),
+                None => (spec.variable, variable(spec.variable)?),
+            };
+            Some((name, text)).filter(|(_, text)| !text.trim().is_empty())
+        };
+        let inject = given(&INJECT, &asked.inject).map(|(name, text)| {
+            let refused = |error| SettingsError::Inject { source_name: name.to_owned(), error };
+            text.parse().map_err(refused)
+        });
+        let inject = inject.transpose()?;
+        let receipts = given(&RECEIPTS, &asked.receipts).map(|(_, path)| path);
+        let simulate = Self::simulate_of(&variable)?;
+        let Gathered { options, not_ours, .. } = gathered;
+        Ok(Self { options, log, simulate, receipts, inject, not_ours })
     }
 }
 

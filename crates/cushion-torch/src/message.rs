@@ -1,0 +1,292 @@
+//! The message of a refused allocation: what was asked for, what was tried and what it won, who holds the memory, and
+//! what is most likely to help.
+//!
+//! It begins in PyTorch's own form, which programs match against, and ends with the number of the receipt, by which
+//! Python finds that. Nothing in it is advice for every case: each sentence is there because it is true for this one.
+
+use std::fmt::Write as _;
+
+use cushion::core::size::display;
+use cushion::core::{AllocError, Ended, Options, Policy, Receipt, Remedy, Rung, Shortage};
+use cushion::{GpuProcesses, devices};
+
+/// PyTorch refuses requests of this size and more in other words.
+const EXBIBYTE: u64 = 1 << 60;
+const MIB: u64 = 1 << 20;
+
+/// How many groups of allocations, of processes and of remedies are named.
+const NAMED: usize = 3;
+
+pub(crate) fn message(
+    device: i64,
+    error: &AllocError,
+    shortage: &Shortage,
+    receipt: Option<&Receipt>,
+    processes: &GpuProcesses,
+) -> String {
+    if shortage.requested >= EXBIBYTE {
+        return "CUDA out of memory. Tried to allocate more than 1EB memory.".to_owned();
+    }
+    let mut text = as_pytorch(device, shortage);
+    add_what_was_tried(&mut text, shortage);
+    add_verdict(&mut text, error);
+    if let Some(receipt) = receipt {
+        add_answers(&mut text, receipt);
+        add_holders(&mut text, receipt);
+    }
+    add_processes(&mut text, shortage, processes);
+    add_remedies(&mut text, &remedies(shortage, &devices().options()));
+    // Python's `.receipt` looks for this.
+    let _ = write!(text, "\nCushion's receipt: {} on GPU {device}.", shortage.receipt);
+    text
+}
+
+// Writing to a string cannot fail, here and below.
+
+fn as_pytorch(device: i64, shortage: &Shortage) -> String {
+    let Shortage { device_total, allowed, reserved, allocated, private_free, .. } = *shortage;
+    let mut text = format!(
+        "CUDA out of memory. Tried to allocate {}. GPU {device} has a total capacity of {} of which {} \
+         is free. ",
+        display(shortage.wanted),
+        display(device_total),
+        display(shortage.device_free.unwrap_or(0)),
+    );
+    if let Some(allowed) = allowed {
+        let _ = write!(text, "{} allowed; ", display(allowed));
+    }
+    let in_pools = allocated + private_free;
+    let _ = write!(text, "Of the allocated memory {} is allocated by PyTorch, ", display(in_pools));
+    if private_free > 0 {
+        let private = display(private_free);
+        let _ = write!(text, "with {private} allocated in private pools (e.g., CUDA Graphs), ");
+    }
+    let cached = reserved.saturating_sub(in_pools);
+    let _ = write!(text, "and {} is reserved by PyTorch but unallocated.", display(cached));
+    text
+}
+
+fn add_what_was_tried(text: &mut String, shortage: &Shortage) {
+    if shortage.wanted > shortage.device_total {
+        text.push_str(
+            " Cushion gave nothing back: this can never fit on this GPU, whatever is freed.",
+        );
+        return;
+    }
+    let deeds: Vec<_> = shortage.deeds().map(ToString::to_string).collect();
+    if deeds.is_empty() {
+        text.push_str(" Cushion tried nothing.");
+    } else {
+        let _ = write!(text, " Cushion {}; it was not enough.", deeds.join(", then "));
+    }
+    if shortage.allowed.is_some_and(|allowed| shortage.wanted > allowed) {
+        text.push_str(" It can never fit into what this process is allowed, whatever is freed.");
+    }
+    if shortage.recording {
+        text.push_str(
+            " Allocations go to a private pool, where a graph capture may be under way: nothing can be \
+             given back then.",
+        );
+    }
+    let _ = write!(text, " The largest free block is {}", display(shortage.largest_free));
+    if shortage.pending > 0 {
+        let _ = write!(text, "; {} wait for other streams", display(shortage.pending));
+    }
+    if shortage.spilled > 0 {
+        let _ = write!(text, "; {} more are in host memory", display(shortage.spilled));
+    }
+    text.push('.');
+}
+
+fn add_verdict(text: &mut String, error: &AllocError) {
+    match error {
+        AllocError::GiveWay(_) => text.push_str(
+            " All tasks that hold memory wait for each other, and this is the least valuable one: give \
+             back what it holds, and begin again.",
+        ),
+        AllocError::Split(_) => {
+            text.push_str(" No other task holds memory that could be waited for: ask for less at a time.");
+        }
+        _ => {}
+    }
+}
+
+/// What went wrong in the program's own callbacks: nobody else would tell.
+fn add_answers(text: &mut String, receipt: &Receipt) {
+    for answer in &receipt.answers {
+        if answer.failed.is_some() || answer.switched_off {
+            let _ = write!(text, " The callback {answer}.");
+        }
+    }
+}
+
+/// The largest groups of live allocations, by where they were made if that is known.
+fn add_holders(text: &mut String, receipt: &Receipt) {
+    if receipt.groups.is_empty() {
+        return;
+    }
+    text.push_str("\nThe most memory is held by:");
+    for group in receipt.groups.iter().take(NAMED) {
+        let _ = write!(text, "\n  {} in {} of ", display(group.bytes), count(group.count));
+        let _ = write!(text, "{}", display(group.each));
+        let frames: Vec<&str> = of_the_program(&group.stack).take(2).collect();
+        if !frames.is_empty() {
+            let _ = write!(text, ", made at {}", frames.join(" from "));
+        }
+    }
+    if receipt.groups.iter().all(|group| group.stack.is_empty()) {
+        text.push_str("\n  (torch.cuda.memory._record_memory_history() at the start names the lines.)");
+    }
+}
+
+fn count(allocations: u64) -> String {
+    if allocations == 1 { "1 allocation".to_owned() } else { format!("{allocations} allocations") }
+}
+
+/// The frames of a stack without PyTorch's own at its inner end, unless there are no others.
+fn of_the_program(stack: &[String]) -> impl Iterator<Item = &str> {
+    let is_torch = |frame: &String| frame.contains("/torch/");
+    let inner = stack.iter().position(|frame| !is_torch(frame)).unwrap_or(0);
+    stack[inner..].iter().map(String::as_str)
+}
+
+fn add_processes(text: &mut String, shortage: &Shortage, processes: &GpuProcesses) {
+    if shortage.others < MIB && processes.all.iter().all(|process| process.bytes.is_none()) {
+        return;
+    }
+    let named: Vec<_> = processes.all.iter().take(NAMED).map(ToString::to_string).collect();
+    let others = display(shortage.others);
+    match (named.is_empty(), processes.is_self_known) {
+        (true, _) if shortage.others < MIB => {}
+        (true, _) => {
+            let _ = write!(
+                text,
+                "\n{others} of this GPU are held by other processes, or by this one past its allocator."
+            );
+        }
+        (false, true) => {
+            let _ = write!(text, "\nOther processes on this GPU: {}.", named.join(", "));
+        }
+        // In a container, numbers are those of the host, and nobody can tell which is ours.
+        (false, false) => {
+            let _ = write!(
+                text,
+                "\n{others} of this GPU are not this process's allocations. Processes on it, this one among them: {}.",
+                named.join(", ")
+            );
+        }
+    }
+}
+
+fn add_remedies(text: &mut String, remedies: &[String]) {
+    if remedies.is_empty() {
+        return;
+    }
+    text.push_str("\nWhat would help:");
+    for (index, remedy) in remedies.iter().take(NAMED).enumerate() {
+        let _ = write!(text, "\n  {}. {remedy}", index + 1);
+    }
+}
+
+/// What would make the request fit, in a Python program's terms, the least change first.
+fn remedies(shortage: &Shortage, options: &Options) -> Vec<String> {
+    if shortage.injected {
+        return vec![
+            "This failure was made up, by CUSHION_INJECT or cushion.inject(): without that there is none."
+                .to_owned(),
+        ];
+    }
+    let mut all = Vec::new();
+    let most = shortage.allowed.unwrap_or(u64::MAX).min(shortage.device_total);
+    all.extend(rungs_left_out(shortage));
+    all.extend(more_allowed(shortage));
+    for remedy in shortage.remedies() {
+        match remedy {
+            Remedy::Policy(Policy::Expandable) => all.push(
+                "Memory enough is cached, in pieces: cushion.install(policy=\"expandable\"), or \
+                 CUSHION_POLICY=expandable, lets it be used."
+                    .to_owned(),
+            ),
+            Remedy::Pending(bytes) => all.push(format!(
+                "{} wait for work on other streams: give it more time, CUSHION_WAIT_MS={} (now {}).",
+                display(bytes),
+                longer(options.wait_ms),
+                options.wait_ms,
+            )),
+            Remedy::Others(bytes) => all.push(format!(
+                "{} are held by other processes, or by this one past its allocator: end one, or wait longer for it \
+                 to end, CUSHION_WAIT_MS={} (now {}).",
+                display(bytes),
+                longer(options.wait_ms),
+                options.wait_ms,
+            )),
+            Remedy::OutsideCapture => all.push(
+                "Run what is captured once before the capture: outside of it, cached memory can be given back."
+                    .to_owned(),
+            ),
+            Remedy::More(missing) if shortage.size > most => all.push(format!(
+                "This one tensor is {} more than there could ever be: make it smaller, for instance by splitting \
+                 the batch (cushion.retry(step, batch, split=cushion.split_batch)).",
+                display(missing),
+            )),
+            Remedy::More(missing) => all.push(format!(
+                "{} more would be enough: a smaller batch, or the same one in parts \
+                 (cushion.retry(step, batch, split=cushion.split_batch)).",
+                display(missing),
+            )),
+            _ => {}
+        }
+    }
+    all.extend(host_memory(shortage, options));
+    all
+}
+
+/// Four times as long, and a minute at least.
+fn longer(wait_ms: u64) -> u64 {
+    wait_ms.saturating_mul(4).max(60_000)
+}
+
+/// The limit is what is in the way, and the device has more.
+fn more_allowed(shortage: &Shortage) -> Option<String> {
+    let allowed = shortage.allowed?;
+    let needed = shortage.reserved.saturating_add(shortage.wanted);
+    let on_device = shortage.device_free.unwrap_or(0).saturating_add(shortage.reserved);
+    if shortage.wanted <= allowed.saturating_sub(shortage.reserved) || needed > on_device {
+        return None;
+    }
+    Some(format!(
+        "This process is allowed {} of {}: torch.cuda.set_per_process_memory_fraction({:.2}) would be enough.",
+        display(allowed),
+        display(shortage.device_total),
+        rounded_up(needed, shortage.device_total),
+    ))
+}
+
+/// A fraction with two digits, not below the true one.
+#[expect(clippy::cast_precision_loss, reason = "two digits are shown")]
+fn rounded_up(part: u64, whole: u64) -> f64 {
+    ((part as f64 / whole as f64) * 100.0).ceil().min(100.0) / 100.0
+}
+
+fn rungs_left_out(shortage: &Shortage) -> Option<String> {
+    let off = |tried: &&cushion::core::Tried| tried.ended == Ended::Off;
+    let names: Vec<_> = shortage.tried.iter().filter(off).map(|tried| tried.rung.name()).collect();
+    (!names.is_empty()).then(|| {
+        format!(
+            "Left out by skip_rungs or cushion.budget(skip=…), and maybe enough: {}.",
+            names.join(", ")
+        )
+    })
+}
+
+/// Host memory was not tried, and may serve it.
+fn host_memory(shortage: &Shortage, options: &Options) -> Option<String> {
+    let tried = shortage.tried.iter().any(|tried| tried.rung == Rung::Spill);
+    if tried || shortage.recording || shortage.requested < options.spill_over {
+        return None;
+    }
+    let limit = shortage.spilled.saturating_add(shortage.size).div_ceil(MIB).next_multiple_of(1024);
+    Some(format!(
+        "Host memory may serve it, at the speed of the bus: CUSHION_SPILL_LIMIT_MB={limit}, if the host has that."
+    ))
+}

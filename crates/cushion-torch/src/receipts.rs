@@ -1,0 +1,160 @@
+//! Receipts for Python: as JSON, with the Python stacks that tags stand for, and as they come.
+
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+use cushion::core::{Context, Receipt};
+use cushion::devices;
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyList};
+
+use crate::{gil, recorder, stacks};
+
+/// How long a thread that was short of memory waits for Python's lock to tell of it.
+const PATIENCE: Duration = Duration::from_secs(1);
+
+/// How many frames of a stack a receipt has at most.
+const MOST_FRAMES: usize = 24;
+
+/// Every engine has its receipts explained, and tells who wants to know.
+pub(crate) fn begin() {
+    static ONCE: std::sync::Once = std::sync::Once::new();
+    ONCE.call_once(|| {
+        devices().for_each(|engine| {
+            engine.explain_tags(stacks_of);
+            engine.on_receipt(tell);
+        });
+    });
+}
+
+/// A receipt as Python gets it: as in files, with its line for people and what would help in words.
+pub(crate) fn json(receipt: &Receipt) -> String {
+    let mut value = serde_json::to_value(receipt).unwrap_or_default();
+    if let Some(object) = value.as_object_mut() {
+        let remedies = receipt.shortage.remedies().iter().map(ToString::to_string).collect();
+        object.insert("text".to_owned(), receipt.to_string().into());
+        object.insert("remedies".to_owned(), serde_json::Value::Array(remedies));
+    }
+    value.to_string()
+}
+
+/// The receipts kept of a device, or of all, as JSON, oldest first.
+#[pyfunction]
+#[pyo3(signature = (device=None))]
+pub(crate) fn receipts(py: Python<'_>, device: Option<i64>) -> Vec<String> {
+    py.detach(|| {
+        let of = |(index, _): &(usize, _)| {
+            device.is_none_or(|device| usize::try_from(device).is_ok_and(|it| it == *index))
+        };
+        let kept = devices().made().filter(of).flat_map(|(_, engine)| engine.receipts());
+        let mut kept: Vec<_> = kept.collect();
+        kept.sort_by_key(|receipt| receipt.at + receipt.took);
+        kept.iter().map(|receipt| json(receipt)).collect()
+    })
+}
+
+/// One receipt as JSON, if it is still kept.
+#[pyfunction]
+pub(crate) fn receipt(py: Python<'_>, device: i64, number: u64) -> Option<String> {
+    py.detach(|| devices().get(device)?.receipt(number).map(|receipt| json(&receipt)))
+}
+
+/// Keeps so many receipts of each device.
+#[pyfunction]
+pub(crate) fn keep_receipts(py: Python<'_>, count: usize) -> PyResult<()> {
+    const MOST: usize = 1 << 20;
+    if count > MOST {
+        return Err(PyValueError::new_err(format!("{count} receipts are too many: at most {MOST}")));
+    }
+    py.detach(|| devices().for_each(move |engine| engine.keep_receipts(count)));
+    Ok(())
+}
+
+// ---- as they come ----
+
+static OBSERVER: Mutex<Option<Py<PyAny>>> = Mutex::new(None);
+
+fn observer() -> std::sync::MutexGuard<'static, Option<Py<PyAny>>> {
+    OBSERVER.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Calls `observer(text)` with every receipt from now on, on the thread that was short of memory; `None` ends it.
+#[pyfunction]
+#[pyo3(signature = (observer=None))]
+pub(crate) fn observe_receipts(observer: Option<Py<PyAny>>) {
+    let before = std::mem::replace(&mut *self::observer(), observer);
+    // With the lock above let go: what it holds of Python's may do anything as it goes.
+    drop(before);
+}
+
+fn tell(receipt: &Receipt) {
+    if observer().is_none() {
+        return;
+    }
+    let text = json(receipt);
+    gil::attach_within(PATIENCE, |py| {
+        let told = observer().as_ref().map(|observer| observer.clone_ref(py));
+        if let Some(told) = told
+            && let Err(error) = told.call1(py, (text,))
+        {
+            error.write_unraisable(py, Some(told.bind(py)));
+        }
+    });
+}
+
+// ---- words ----
+
+fn stacks_of(tags: &[Context]) -> Vec<Vec<String>> {
+    let has_stack = |tag: &Context| recorder::stack_of(*tag).is_some();
+    if !tags.iter().any(has_stack) {
+        return Vec::new();
+    }
+    let told = gil::attach_within(PATIENCE, |py| {
+        tags.iter().map(|&tag| stack_of(py, tag).unwrap_or_default()).collect()
+    });
+    told.unwrap_or_default()
+}
+
+fn stack_of(py: Python<'_>, tag: Context) -> PyResult<Vec<String>> {
+    let Some(stack) = recorder::stack_of(tag) else { return Ok(Vec::new()) };
+    let frames: Bound<'_, PyList> = stacks::show(py, stack)?;
+    let mut lines = Vec::new();
+    for frame in frames.iter().take(MOST_FRAMES) {
+        let frame = frame.cast_into::<PyDict>()?;
+        let part = |name: &str| -> PyResult<String> {
+            let value = frame.get_item(name)?;
+            Ok(value.map(|value| value.to_string()).unwrap_or_default())
+        };
+        lines.push(format!("{}:{} {}", part("filename")?, part("line")?, part("name")?));
+    }
+    Ok(lines)
+}
+
+/// An exception in one line: its class, its text, and where it was raised.
+pub(crate) fn explain(py: Python<'_>, error: &PyErr) -> String {
+    let class = error.get_type(py).name().map(|name| name.to_string());
+    let class = class.unwrap_or_else(|_| "an exception".to_owned());
+    let text = error.value(py).str().map(|text| text.to_string_lossy().into_owned());
+    let mut line = match text.unwrap_or_default() {
+        text if text.is_empty() => class,
+        text => format!("{class}: {text}"),
+    };
+    if let Some(at) = raised_at(py, error) {
+        line.push_str(&at);
+    }
+    line
+}
+
+fn raised_at(py: Python<'_>, error: &PyErr) -> Option<String> {
+    let mut trace = error.traceback(py)?.into_any();
+    while let Ok(next) = trace.getattr("tb_next")
+        && !next.is_none()
+    {
+        trace = next;
+    }
+    let line: i64 = trace.getattr("tb_lineno").ok()?.extract().ok()?;
+    let code = trace.getattr("tb_frame").ok()?.getattr("f_code").ok()?;
+    let file: String = code.getattr("co_filename").ok()?.extract().ok()?;
+    Some(format!(" ({file}:{line})"))
+}

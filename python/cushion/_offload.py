@@ -1,0 +1,187 @@
+"""Offloading: tensors that may leave the GPU when memory runs out, and come back when they are needed.
+
+A tensor keeps its place in the program: only the memory behind it goes, so that views of it, and optimizers that hold it,
+see the same numbers when it is back. Whoever uses it while it is away gets PyTorch's error for a tensor without
+memory."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from types import TracebackType
+from typing import Any, overload
+
+from . import _shortage, _tensors
+
+#: what names the tensors: called each time, so that it may name others later
+Named = Callable[[], "Mapping[Any, Any] | Iterable[Any]"]
+
+
+class Offloader:
+    """Moves the tensors that a function names to pinned host memory when memory runs out, and back.
+
+    :ivar name: of the function
+    """
+
+    def __init__(self, named: Named, priority: int = 0, budget_ms: int | None = None) -> None:
+        functools.update_wrapper(self, named)
+        self.name = getattr(named, "__qualname__", repr(named))
+        self._named = named
+        # It may be called by an allocation of its own, on the same thread.
+        self._lock = threading.RLock()
+        self._busy = False
+        self._kept = 0
+        #: what is away: the storage, its size, its copy on the host, and the device
+        self._away: list[tuple[Any, int, Any, int]] = []
+        _shortage.on_shortage(self._on_shortage, priority, budget_ms=budget_ms)
+
+    def __call__(self) -> Any:
+        """The tensors, as the function names them."""
+        return self._named()
+
+    @property
+    def bytes_away(self) -> int:
+        """Bytes that are in host memory now."""
+        return sum(size for _, size, _, _ in list(self._away))
+
+    def away(self, at_least: int | None = None, device: int | None = None, seconds: float | None = None) -> int:
+        """Moves tensors to the host, in the order they are named, until `at_least` bytes are free or the time is up; all of
+        them if neither is given. Returns the bytes that became free."""
+        with self._lock:
+            if self._busy or self._kept:
+                return 0
+            self._busy = True
+            try:
+                return self._move_away(at_least, device, seconds)
+            finally:
+                self._busy = False
+
+    def back(self) -> None:
+        """Brings everything back. Where there is no room, what is not back yet stays on the host, and out of memory is
+        raised; nothing is lost."""
+        with self._lock:
+            busy, self._busy = self._busy, True
+            try:
+                self._move_back()
+            finally:
+                self._busy = busy
+
+    def __enter__(self) -> Offloader:
+        """The tensors are back, and stay, until the block ends."""
+        self.back()
+        with self._lock:
+            self._kept += 1
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._lock:
+            self._kept -= 1
+
+    def remove(self) -> None:
+        """Brings everything back, and moves nothing any more."""
+        _shortage.remove_callback(self._on_shortage)
+        self.back()
+
+    def _on_shortage(self, device: int, wanted: int, seconds_left: float) -> str:
+        # Another thread may be bringing tensors back, and wait for this very memory.
+        if not self._lock.acquire(blocking=False):
+            return "busy on another thread"
+        try:
+            if self._busy or self._kept:
+                return "its tensors are in use"
+            before = len(self._away)
+            freed = self.away(wanted, device, seconds_left)
+            return f"moved {len(self._away) - before} tensors, {freed / (1 << 20):.2f} MiB, to the host"
+        finally:
+            self._lock.release()
+
+    def _move_away(self, at_least: int | None, device: int | None, seconds: float | None) -> int:
+        torch = _tensors.torch_with_gpu(f"the offloader {self.name}")
+        began, freed = time.monotonic(), 0
+        gone = {storage._cdata for storage, _, _, _ in self._away}
+        synchronized: set[int] = set()
+        for tensor in _each(self._named()):
+            if at_least is not None and freed >= at_least:
+                break
+            if seconds is not None and time.monotonic() - began >= seconds / 2:
+                # The next may take as long as all so far.
+                break
+            storage = tensor.untyped_storage()
+            size, index = storage.nbytes(), tensor.device.index
+            if not tensor.is_cuda or size == 0 or storage._cdata in gone or device not in (None, index):
+                continue
+            if index not in synchronized:
+                # Work on whatever stream may still write to it.
+                torch.cuda.synchronize(index)
+                synchronized.add(index)
+            host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+            host.copy_(_bytes_of(torch, storage, index))
+            self._away.append((storage, size, host, index))
+            gone.add(storage._cdata)
+            storage.resize_(0)
+            freed += size
+        return freed
+
+    def _move_back(self) -> None:
+        if not self._away:
+            return
+        torch = _tensors.torch_with_gpu(f"the offloader {self.name}")
+        devices = set()
+        while self._away:
+            storage, size, host, index = self._away[-1]
+            with torch.cuda.device(index):
+                storage.resize_(size)
+                _bytes_of(torch, storage, index).copy_(host)
+            devices.add(index)
+            self._away.pop()
+        for index in devices:
+            # The next to use them may do so on another stream.
+            torch.cuda.synchronize(index)
+
+
+def _each(named: Any) -> Iterable[Any]:
+    """Tensors in whatever they are named in: a mapping, a list, an optimizer's state."""
+    if hasattr(named, "untyped_storage"):
+        yield named
+    elif isinstance(named, Mapping):
+        for value in named.values():
+            yield from _each(value)
+    elif isinstance(named, Iterable) and not isinstance(named, (str, bytes)):
+        for value in named:
+            yield from _each(value)
+
+
+def _bytes_of(torch: Any, storage: Any, index: int) -> Any:
+    return torch.empty(0, dtype=torch.uint8, device=f"cuda:{index}").set_(storage)
+
+
+@overload
+def offloader(named: Named, priority: int = 0, *, budget_ms: int | None = None) -> Offloader: ...
+@overload
+def offloader(
+    named: None = None, priority: int = 0, *, budget_ms: int | None = None
+) -> Callable[[Named], Offloader]: ...
+def offloader(named: Named | None = None, priority: int = 0, *, budget_ms: int | None = None) -> Any:
+    """Lets tensors leave the GPU when memory runs out:
+
+        @cushion.offloader
+        def optimizer_state():
+            return optimizer.state        # every tensor in it
+
+        with optimizer_state:             # back on the GPU, and there to stay until the block ends
+            optimizer.step()
+
+    The function names the tensors, in a mapping, a list, or nested; it is called each time. Name what the work under way
+    does not need: the state of the optimizer, averaged weights, another model. They go to pinned host memory, as many
+    as are needed, and come back by `with`, or by `optimizer_state.back()`.
+
+    :param priority: offloaders and other callbacks of higher priority are asked first
+    :param budget_ms: how long it may take, as for `on_shortage`
+    """
+    if named is None:
+        return lambda named: Offloader(named, priority, budget_ms)
+    return Offloader(named, priority, budget_ms)

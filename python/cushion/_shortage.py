@@ -1,0 +1,167 @@
+"""What a program can do about shortages: callbacks, a last call before a refusal, budgets, and failures made up to
+test it all."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import ContextDecorator
+from types import TracebackType
+from typing import Any, TypeVar, overload
+
+from . import _cushion
+from ._receipts import Receipt, from_json
+
+#: what a callback is called with: the device, the bytes that would help, and the seconds it may take
+OnShortage = Callable[[int, int, float], object]
+OnRefusal = Callable[[Receipt], object]
+_Shortage = TypeVar("_Shortage", bound=OnShortage)
+_Refusal = TypeVar("_Refusal", bound=OnRefusal)
+
+_lock = threading.Lock()
+# Functions and their numbers: a list, since a function need not have a hash.
+_shortage: list[tuple[Any, int]] = []
+_refusal: list[tuple[Any, int]] = []
+
+
+@overload
+def on_shortage(function: _Shortage, priority: int = 0, *, budget_ms: int | None = None) -> _Shortage: ...
+@overload
+def on_shortage(
+    function: None = None, priority: int = 0, *, budget_ms: int | None = None
+) -> Callable[[_Shortage], _Shortage]: ...
+def on_shortage(function: Any = None, priority: int = 0, *, budget_ms: int | None = None) -> Any:
+    """Calls `function(device, bytes, seconds_left)` when memory runs out, before an allocation waits or is refused.
+
+    It may free, offload, call `torch.cuda.empty_cache()` and even allocate; what it allocates asks no callbacks and never
+    waits. Those of higher priority are called first, until the request can be served. It runs on the thread that is
+    short of memory, which may be one of PyTorch's for gradients, and never twice at once. What it returns and what it
+    raises is in the receipt, and ends nothing. One that takes longer than `seconds_left` is not called again until it
+    is given to `on_shortage` once more.
+
+    Works as a decorator, with or without arguments. A function given again takes the place of itself.
+
+    :param priority: the highest is called first
+    :param budget_ms: how long it may take; if not given, as long as the request may still wait, and at least
+        `callback_ms` (CUSHION_CALLBACK_MS, a second)
+    """
+    if function is None:
+        return lambda function: on_shortage(function, priority, budget_ms=budget_ms)
+    _check(function)
+    number = _cushion.add_callback(function, _name(function), priority, budget_ms)
+    _replace(_shortage, function, number, _cushion.remove_callback)
+    return function
+
+
+def on_refusal(function: _Refusal) -> _Refusal:
+    """Calls `function(receipt)` one last time before an allocation is refused, so that a program can save its
+    checkpoint. It changes nothing: the exception is raised afterwards.
+
+    Not for refusals that `cushion.retry` or `cushion.allocate_tensor` goes on after; for the one it gives up with. What
+    it raises is shown as Python shows errors that nobody can catch. Works as a decorator.
+    """
+    _check(function)
+    number = _cushion.add_last_call(lambda text: function(from_json(text)))
+    _replace(_refusal, function, number, _cushion.remove_last_call)
+    return function
+
+
+def remove_callback(function: OnShortage | OnRefusal) -> bool:
+    """Takes away what was given to `on_shortage` or `on_refusal`; false if it is gone already. One that runs now runs
+    on."""
+    removed = [
+        _replace(_shortage, function, None, _cushion.remove_callback),
+        _replace(_refusal, function, None, _cushion.remove_last_call),
+    ]
+    return any(removed)
+
+
+def is_on(function: OnShortage) -> bool:
+    """Whether a function is called on a shortage: it was given, and not switched off for taking too long."""
+    with _lock:
+        numbers = [number for known, number in _shortage if known is function or known == function]
+    return any(_cushion.is_callback_on(number) for number in numbers)
+
+
+def _check(function: Any) -> None:
+    if not callable(function):
+        raise TypeError(f"{function!r} is no function: it is called when memory runs out")
+
+
+def _name(function: Any) -> str:
+    name = getattr(function, "__qualname__", None) or type(function).__qualname__
+    return f"{getattr(function, '__module__', None) or '?'}.{name}"
+
+
+def _replace(known: list[tuple[Any, int]], function: Any, number: int | None, remove: Callable[[int], bool]) -> bool:
+    with _lock:
+        old = [it for it in known if it[0] is function or it[0] == function]
+        known[:] = [it for it in known if it not in old]
+        if number is not None:
+            known.append((function, number))
+    return any([remove(number) for _, number in old])
+
+
+class budget(ContextDecorator):  # noqa: N801
+    """How long requests of this thread may wait for memory, and which rungs of the ladder they leave out:
+
+        with cushion.budget(ms=0):
+            batch = largest_that_fits()
+
+    Holds for PyTorch's threads for gradients that work for this thread, too, and for futures made inside. Blocks may be
+    nested: what is not given stays. It is the thread's, not the task's: code that `await`s inside gives it to whoever
+    runs meanwhile.
+
+    :param ms: milliseconds for each request, in the place of `wait_ms`; 0 waits for nobody
+    :param skip: names of rungs, such as "wait" or "spill", beside those that `skip_rungs` leaves out
+    """
+
+    def __init__(self, ms: float | None = None, skip: Iterable[str] = ()) -> None:
+        self._ms, self._skip = ms, [skip] if isinstance(skip, str) else list(skip)
+        # Of each block that is open, on whatever thread: what was set before.
+        self._before = threading.local()
+
+    def __enter__(self) -> budget:
+        ms, skip = _cushion.set_wishes(None, [])
+        try:
+            wanted = ms if self._ms is None else self._ms
+            _cushion.set_wishes(wanted, sorted({*skip, *self._skip}))
+        except BaseException:
+            _cushion.set_wishes(ms, skip)
+            raise
+        open_blocks = self._before.__dict__.setdefault("blocks", [])
+        open_blocks.append((ms, skip))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _cushion.set_wishes(*self._before.blocks.pop())
+
+    def _recreate_cm(self) -> budget:
+        return self
+
+
+class inject:  # noqa: N801
+    """Makes allocations fail by rules, to test how a program takes it (docs/inject.md), from now on or for a block:
+
+        cushion.inject("nth=5")          # the fifth from now on; cushion.inject(None) ends it
+        with cushion.inject("every=1000"):
+            train()
+
+    The rules take the place of those before, on every device and for every thread. The variable `CUSHION_INJECT` does the
+    same with no change to the program.
+
+    :raises ValueError: if they cannot be read
+    """
+
+    def __init__(self, rules: str | None) -> None:
+        self._before = _cushion.inject(rules)
+
+    def __enter__(self) -> inject:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _cushion.inject(self._before)
