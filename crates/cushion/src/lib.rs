@@ -126,7 +126,7 @@ pub use cushion_core::{
     Receipt, Remedy, Rung, Shortage, Stats, StreamId, Task, Tried, Working, set_budget,
     set_priority,
 };
-pub use cushion_cuda::{CudaDriver, CudaError, name as error_name};
+pub use cushion_cuda::{CudaDriver, CudaError, GpuProcess, GpuProcesses, name as error_name};
 pub use device::{CacheStats, Device, DeviceBuilder};
 pub use devices::{DeviceEngine, DeviceError, Devices, HistoryPlan, MAX_DEVICES, devices};
 pub use driver::DeviceDriver;
