@@ -24,6 +24,9 @@ else
     ${CC:-cc} $flags -DNO_DRIVER -Wl,-soname,libcuda.so.1 -o "$folder/.driver.$$" "$source"
 fi
 mv "$folder/.driver.$$" "$folder/libcuda.so.1"
+# NVML is in the same file, and a link to it: a copy would know nothing of what happens in the other.
+rm -f "$folder/libnvidia-ml.so.1"
+[ -z "${STANDIN_DRIVER:-}" ] || ln -s libcuda.so.1 "$folder/libnvidia-ml.so.1"
 
 preload=$folder/libcudart_standin.so${LD_PRELOAD:+:$LD_PRELOAD}
 path=$folder${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}

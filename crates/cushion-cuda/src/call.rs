@@ -172,6 +172,15 @@ impl Api {
         Ok(value)
     }
 
+    /// What names the device, or the part of it under MIG, on this and every machine.
+    pub(crate) fn uuid(&self, device: CUdevice) -> CallResult<[u8; 16]> {
+        let mut uuid = [0; 16];
+        // SAFETY: `uuid` can be written for the time of the call, and is as large as CUDA's type for it,
+        // sixteen characters.
+        check(unsafe { (self.cuDeviceGetUuid_v2)((&raw mut uuid).cast(), device) })?;
+        Ok(uuid)
+    }
+
     /// Whether `device` can reach memory of `owner`.
     pub(crate) fn can_reach(&self, device: CUdevice, owner: CUdevice) -> CallResult<bool> {
         let mut can = 0;

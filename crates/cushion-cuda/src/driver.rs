@@ -89,6 +89,10 @@ impl CudaDriver {
         self.api
     }
 
+    pub(crate) fn device(&self) -> CUdevice {
+        self.device
+    }
+
     pub(crate) fn context(&self) -> ContextId {
         self.primary.context
     }

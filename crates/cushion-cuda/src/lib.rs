@@ -7,7 +7,8 @@
 //!
 //! Reading order: `driver.rs` (what each call of the trait does), `context.rs` (what surrounds a
 //! call), `call.rs` (one function for each function of CUDA, and all `unsafe` but the loading), `sys.rs`
-//! (the library).
+//! (the library). Beside them, `processes.rs` tells which other processes hold memory of a device, through
+//! a second library of the driver's (`nvml.rs`).
 //!
 //! ```no_run
 //! use cushion_core::{Engine, StreamId};
@@ -23,12 +24,15 @@ mod call;
 mod context;
 mod driver;
 mod error;
+mod nvml;
 mod page;
+mod processes;
 mod sys;
 mod transfer;
 
 pub use driver::CudaDriver;
 pub use error::CudaError;
+pub use processes::{GpuProcess, GpuProcesses};
 
 use call::Code;
 use sys::Api;

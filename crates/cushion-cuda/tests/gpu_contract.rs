@@ -15,7 +15,7 @@ use cushion_core::testing::{RealClock, contract};
 use cushion_core::{
     CheckedDriver, Driver, Engine, EngineConfig, Options, Outcome, Policy, Rung, Snapshot, StreamId,
 };
-use cushion_cuda::{CudaDriver, CudaError, device_count, driver_version, name};
+use cushion_cuda::{CudaDriver, CudaError, GpuProcess, device_count, driver_version, name};
 
 use support::Lib;
 
@@ -48,7 +48,7 @@ fn main() -> ExitCode {
     let lib = Lib::open();
     assert_eq!(lib.cuCtxSetCurrent(0), 0);
 
-    let checks: [(&str, Check); 21] = [
+    let checks: [(&str, Check); 22] = [
         ("properties", |driver, _| contract::check_properties(driver)),
         ("plain memory", |driver, _| contract::check_plain_memory(driver)),
         ("pages", |driver, _| contract::check_pages(driver)),
@@ -88,6 +88,7 @@ fn main() -> ExitCode {
         ("a shortage survived, segments", |_, lib| engine_survives(lib, Policy::Segments)),
         ("a shortage survived, expandable", |_, lib| engine_survives(lib, Policy::Expandable)),
         ("a destroyed stream", destroyed_stream),
+        ("other processes", other_processes),
     ];
     let mut failed = 0;
     for (what, check) in checks {
@@ -301,6 +302,20 @@ fn engine_survives(lib: &Lib, policy: Policy) {
     let stats = engine.stats();
     assert_eq!((stats.reserved_bytes.all.current, stats.spilled_bytes.current), (0, 0));
     assert_eq!(lib.cuStreamDestroy_v2(stream), 0);
+}
+
+/// What is told of other processes may be anything; this one is not among them, if it can be told.
+fn other_processes(driver: &CudaDriver, _: &Lib) {
+    let address = driver.alloc(WORK).expect("memory");
+    let found = driver.processes();
+    driver.free(address).expect("memory");
+    println!("gpu_contract: {found:?}");
+    // A size that cannot be is one that was read in the wrong place.
+    let total = driver.properties().total;
+    for GpuProcess { pid, bytes, .. } in found.all {
+        assert_ne!(pid, std::process::id());
+        assert!(bytes.is_none_or(|bytes| bytes <= total), "process {pid}: {bytes:?}");
+    }
 }
 
 /// A stream may go while blocks wait for its work, and while free memory belongs to it.

@@ -116,6 +116,10 @@ driver_calls! {
         }
     }
 
+    fn cuDeviceGetUuid_v2(uuid: Out<[u8; 16]>, device: c_int) |world| {
+        uuid.give(crate::nvml::uuid(world.device(device)?))
+    }
+
     fn cuDeviceGetAttribute(value: Out<c_int>, attribute: c_int, device: c_int) |world| {
         let device = world.device(device)?;
         value.give(self::attribute(world, device, attribute)?)

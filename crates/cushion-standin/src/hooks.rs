@@ -129,6 +129,38 @@ extern "C" fn standin_page_node(page: u64) -> c_int {
     kind.and_then(|kind| kind.node).unwrap_or(-1)
 }
 
+// ---- processes ----
+
+/// What NVML tells of another process on a device: how much it holds, or `u64::MAX` for what is not
+/// known; with 0, nothing. The device's memory is the same as before: see `standin_set_tenant`.
+#[unsafe(no_mangle)]
+extern "C" fn standin_set_process(device: c_int, pid: c_uint, bytes: u64) {
+    on(device, |device| {
+        device.processes.remove(&pid);
+        if bytes > 0 {
+            device.processes.insert(pid, bytes);
+        }
+    });
+}
+
+/// The number under which NVML tells of this process, as in a container; with 0, its own.
+#[unsafe(no_mangle)]
+extern "C" fn standin_set_own_pid(pid: c_uint) {
+    world().nvml.own_pid = (pid > 0).then_some(pid);
+}
+
+/// How large NVML's entries are, in words of eight bytes: 2, 3 or 4. Drivers differ in this.
+#[unsafe(no_mangle)]
+extern "C" fn standin_set_entry_words(words: c_uint) {
+    world().nvml.entry_words = words.clamp(2, 4);
+}
+
+/// Whether the devices are parts of one, under MIG: NVML gives them other names then.
+#[unsafe(no_mangle)]
+extern "C" fn standin_set_mig(is_mig: c_int) {
+    world().nvml.is_mig = is_mig != 0;
+}
+
 // ---- streams ----
 
 /// Queues work on a stream; it is unfinished until told otherwise.

@@ -1,7 +1,8 @@
 //! A stand-in for `libcuda.so.1`, for tests on machines without a GPU: the functions of the driver API
 //! that Cushion uses, with CUDA's names and parameters, over simulated devices.
 //!
-//! Link the shared library as `libcuda.so.1` in a folder, and name that folder in `LD_LIBRARY_PATH`. The
+//! Link the shared library as `libcuda.so.1` in a folder, and name that folder in `LD_LIBRARY_PATH`. It also
+//! stands in for NVML (`nvml.rs`): link it there as `libnvidia-ml.so.1` too. A copy would be another machine. The
 //! environment says what kind of machine it is:
 //!
 //! | variable | meaning | default |
@@ -24,6 +25,7 @@ mod contexts;
 mod gate;
 mod hooks;
 mod memory;
+mod nvml;
 mod out;
 mod streams;
 mod world;
@@ -35,7 +37,7 @@ use cudarc::driver::sys::CUresult;
 /// What a function answers: CUDA's code, zero left out.
 type Answer = Result<(), c_int>;
 
-/// Declares functions of the driver API. Each is counted, may be told to fail, and runs with the
+/// Declares functions of the driver API, or of NVML. Each is counted, may be told to fail, and runs with the
 /// world locked.
 macro_rules! driver_calls {
     ($(fn $name:ident($($argument:ident: $type:ty),* $(,)?) |$world:ident| $body:block)*) => {$(

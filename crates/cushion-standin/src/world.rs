@@ -12,6 +12,7 @@ use cushion_core::size::{GIB, MIB};
 use cushion_core::{SimConfig, SimDriver, StreamId};
 
 use crate::gate;
+use crate::nvml::Nvml;
 use crate::{
     Answer, CAPTURE_UNSUPPORTED, CONTEXT_IS_DESTROYED, DEINITIALIZED, INVALID_CONTEXT,
     INVALID_DEVICE, INVALID_HANDLE, INVALID_VALUE, NOT_INITIALIZED, OUT_OF_MEMORY, UNKNOWN,
@@ -41,6 +42,8 @@ pub(crate) struct Device {
     pub(crate) access: BTreeMap<u64, (u64, u64)>,
     /// Streams being captured.
     pub(crate) capturing: BTreeSet<u64>,
+    /// Other processes that NVML tells of, and how much each holds.
+    pub(crate) processes: BTreeMap<c_uint, u64>,
 }
 
 /// How a page was asked for.
@@ -80,6 +83,8 @@ pub(crate) struct World {
     pub(crate) page_kinds: BTreeMap<u64, PageKind>,
     /// What the devices' memory holds.
     pub(crate) memory: SimMemory,
+    /// How NVML answers.
+    pub(crate) nvml: Nvml,
 }
 
 #[expect(
@@ -104,6 +109,7 @@ impl World {
                 retained: 0,
                 access: BTreeMap::new(),
                 capturing: BTreeSet::new(),
+                processes: BTreeMap::new(),
             })
             .collect();
         let count = devices.len();
@@ -136,6 +142,7 @@ impl World {
             refused_pages: (0, false, 0),
             page_kinds: BTreeMap::new(),
             memory: SimMemory::default(),
+            nvml: Nvml::default(),
         }
     }
 
@@ -251,7 +258,7 @@ pub(crate) fn world() -> MutexGuard<'static, World> {
     world.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Runs one function of the driver API.
+/// Runs one function of the driver API, or of NVML.
 pub(crate) fn answer(name: &'static str, call: impl FnOnce(&mut World) -> Answer) -> c_int {
     // A panic must not reach the C caller.
     let answered = catch_unwind(AssertUnwindSafe(|| {
@@ -269,7 +276,8 @@ pub(crate) fn answer(name: &'static str, call: impl FnOnce(&mut World) -> Answer
         if world.shut_down {
             return Err(DEINITIALIZED);
         }
-        if !world.initialised && !WITHOUT_INIT.contains(&name) {
+        let is_nvml = name.starts_with("nvml");
+        if !world.initialised && !is_nvml && !WITHOUT_INIT.contains(&name) {
             return Err(NOT_INITIALIZED);
         }
         call(&mut world)
@@ -277,6 +285,6 @@ pub(crate) fn answer(name: &'static str, call: impl FnOnce(&mut World) -> Answer
     answered.unwrap_or(Err(UNKNOWN)).err().unwrap_or(0)
 }
 
-/// What may be called before `cuInit`.
+/// What may be called before `cuInit`, as all of NVML may.
 const WITHOUT_INIT: [&str; 4] =
     ["cuInit", "cuDriverGetVersion", "cuGetErrorName", "cuGetErrorString"];

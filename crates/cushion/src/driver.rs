@@ -9,7 +9,7 @@ use cushion_core::driver::{
     Call, Capture, DriverResult, EventId, MemoryInfo, NodeId, PageHandle, Properties, SimMemory,
 };
 use cushion_core::{Driver, DriverError, Faults, Injection, SimConfig, SimDriver, StreamId};
-use cushion_cuda::{CudaDriver, CudaError};
+use cushion_cuda::{CudaDriver, CudaError, GpuProcesses};
 
 use crate::receipts::ReceiptLog;
 
@@ -97,6 +97,16 @@ impl DeviceDriver {
         match &self.kind {
             Kind::Cuda(_) => None,
             Kind::Simulated(device) => Some(&device.driver),
+        }
+    }
+
+    /// Which other processes hold memory of the GPU, as [`CudaDriver::processes`] tells; nobody shares a simulated
+    /// device.
+    #[must_use]
+    pub fn processes(&self) -> GpuProcesses {
+        match &self.kind {
+            Kind::Cuda(driver) => driver.processes(),
+            Kind::Simulated(_) => GpuProcesses::default(),
         }
     }
 
@@ -308,6 +318,11 @@ impl Drop for DeviceDriver {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_simulated_device_is_shared_with_nobody() {
+        assert_eq!(DeviceDriver::simulated(0, 1 << 30).processes(), GpuProcesses::default());
+    }
 
     #[test]
     fn every_method_has_a_call_of_its_own() {

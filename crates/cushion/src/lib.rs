@@ -126,7 +126,7 @@ pub use cushion_core::{
     Plea, Policy, Receipt, Remedy, Reply, Rung, RungSet, Shortage, Stats, StreamId, Task, Tried,
     Working, set_budget, set_priority, set_skipped_rungs,
 };
-pub use cushion_cuda::{CudaDriver, CudaError, name as error_name};
+pub use cushion_cuda::{CudaDriver, CudaError, GpuProcess, GpuProcesses, name as error_name};
 pub use device::{CacheStats, Device, DeviceBuilder};
 pub use devices::{DeviceEngine, DeviceError, Devices, HistoryPlan, MAX_DEVICES, devices};
 pub use driver::DeviceDriver;

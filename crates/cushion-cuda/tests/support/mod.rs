@@ -1,5 +1,5 @@
 //! What the tests share: functions of a driver library by name, and tests that run in a process of
-//! their own, where the stand-in is `libcuda.so.1`.
+//! their own, where the stand-in is `libcuda.so.1` and `libnvidia-ml.so.1`.
 
 #![allow(dead_code, reason = "each test uses its part")]
 
@@ -55,6 +55,10 @@ library_functions! {
     standin_access(address: u64) -> u64;
     standin_held(device: c_int) -> u64;
     standin_held_host(device: c_int) -> u64;
+    standin_set_process(device: c_int, pid: c_uint, bytes: u64);
+    standin_set_own_pid(pid: c_uint);
+    standin_set_entry_words(words: c_uint);
+    standin_set_mig(is_mig: c_int);
     standin_refuse_pages(handles: c_uint, rdma: c_int, code: c_int);
     standin_page_kind(page: u64) -> c_uint;
     standin_page_node(page: u64) -> c_int;
@@ -100,20 +104,35 @@ impl Lib {
 /// Runs a test in a process of its own, where the stand-in is the driver. `Test` is the test's own
 /// closure: its name is the name of the test.
 pub(crate) fn with_standin<Test: FnOnce(&Lib)>(environment: &[(&str, &str)], test: Test) {
-    in_child::<Test>(&standin(), environment, || test(&Lib::open()));
+    in_child::<Test>(&standin(), &[CUDA, &["libnvidia-ml.so.1"]].concat(), environment, || {
+        test(&Lib::open());
+    });
+}
+
+/// The same, where the stand-in is the driver and NVML is missing.
+pub(crate) fn with_standin_alone<Test: FnOnce(&Lib)>(test: Test) {
+    in_child::<Test>(&standin(), CUDA, &[], || test(&Lib::open()));
 }
 
 /// The same, where `library` is the driver.
 pub(crate) fn with_library<Test: FnOnce()>(library: &Path, test: Test) {
-    in_child::<Test>(library, &[], test);
+    in_child::<Test>(library, CUDA, &[], test);
 }
 
-fn in_child<Named>(library: &Path, environment: &[(&str, &str)], body: impl FnOnce()) {
+/// Where the driver is looked for.
+const CUDA: &[&str] = &["libcuda.so.1", "libcuda.so"];
+
+fn in_child<Named>(
+    library: &Path,
+    names: &[&str],
+    environment: &[(&str, &str)],
+    body: impl FnOnce(),
+) {
     if std::env::var_os(CHILD).is_some() {
         return body();
     }
     let folder = tempfile::tempdir().expect("a folder");
-    for name in ["libcuda.so.1", "libcuda.so"] {
+    for name in names {
         std::os::unix::fs::symlink(library, folder.path().join(name)).expect("a link");
     }
     // A closure is named after the function that it is in: `crate::tests::name::{{closure}}`.
