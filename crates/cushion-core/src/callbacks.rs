@@ -259,13 +259,6 @@ impl Callback {
             self.switch_off();
         }
         let won = situation.won().saturating_sub(before);
-        Answer {
-            callback: self.name.clone(),
-            said,
-            failed,
-            won,
-            took,
-            switched_off: overran,
-        }
+        Answer { callback: self.name.clone(), said, failed, won, took, switched_off: overran }
     }
 }

@@ -354,7 +354,9 @@ pub(crate) fn name_of(owner: Owner) -> String {
     let owners = owners();
     let number = owner.0;
     match owners.all.get(&number) {
-        Some(Known { kind: Kind::Thread, name: Some(name), .. }) => format!("thread {number} ({name})"),
+        Some(Known { kind: Kind::Thread, name: Some(name), .. }) => {
+            format!("thread {number} ({name})")
+        }
         Some(Known { kind: Kind::Thread, name: None, .. }) => format!("thread {number}"),
         Some(Known { kind: Kind::Task { .. }, name, .. }) => {
             format!("task {}", name.as_deref().unwrap_or_default())

@@ -191,7 +191,13 @@ struct Inner {
 
 impl Default for Inner {
     fn default() -> Self {
-        Self { ring: VecDeque::new(), room: Receipts::ROOM, last: 0, listeners: Vec::new(), explainer: None }
+        Self {
+            ring: VecDeque::new(),
+            room: Receipts::ROOM,
+            last: 0,
+            listeners: Vec::new(),
+            explainer: None,
+        }
     }
 }
 

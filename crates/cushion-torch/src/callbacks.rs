@@ -115,7 +115,9 @@ fn ask(function: &Py<PyAny>, plea: &Plea) -> Reply {
     });
     let waited = PATIENCE.min(plea.time_left).as_secs_f64();
     asked.unwrap_or_else(|| {
-        Reply::Failed(format!("it was not called: Python's lock was not to be had in {waited:.1} s"))
+        Reply::Failed(format!(
+            "it was not called: Python's lock was not to be had in {waited:.1} s"
+        ))
     })
 }
 
@@ -177,8 +179,7 @@ pub(crate) fn expect_refusals(expect: bool) {
 
 /// Whether somebody tries again if this thread is refused. PyTorch's threads for gradients work for whoever does.
 fn is_expected() -> bool {
-    EXPECTED.get() > 0
-        || EXPECTING.load(Ordering::Relaxed) > 0 && threads::computes_gradients()
+    EXPECTED.get() > 0 || EXPECTING.load(Ordering::Relaxed) > 0 && threads::computes_gradients()
 }
 
 /// Who expected the refusal of this receipt has given up.

@@ -14,10 +14,10 @@
 //!
 //! Once the interpreter begins to shut down ([`stop`]) nothing here touches it any more.
 
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Sender, SyncSender, channel, sync_channel};
-use std::sync::{Mutex, OnceLock, PoisonError};
-use std::time::{Duration, Instant};
+use std::sync::{Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::Duration;
 
 use pyo3::Python;
 use pyo3::ffi::{self, PyThreadState};
@@ -29,17 +29,20 @@ type CurrentState = unsafe extern "C" fn() -> *mut PyThreadState;
 static STOPPED: AtomicBool = AtomicBool::new(false);
 
 /// How many threads of our own want the lock, or have it.
-static OURS: AtomicUsize = AtomicUsize::new(0);
+static OURS: Mutex<usize> = Mutex::new(0);
+static FEWER: Condvar = Condvar::new();
+
+fn ours() -> MutexGuard<'static, usize> {
+    OURS.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 /// From now on nobody calls into Python. The caller has given the lock up: our own threads that want it get it once
 /// more, since the interpreter ends a thread that asks for it too late in the middle of whatever it does.
 pub(crate) fn stop() {
     const PATIENCE: Duration = Duration::from_secs(1);
     STOPPED.store(true, Ordering::SeqCst);
-    let until = Instant::now() + PATIENCE;
-    while OURS.load(Ordering::SeqCst) > 0 && Instant::now() < until {
-        std::thread::sleep(Duration::from_millis(1));
-    }
+    // One that takes longer is left to its fate.
+    let _ = FEWER.wait_timeout_while(ours(), PATIENCE, |ours| *ours > 0);
 }
 
 /// Whether Python may be called.
@@ -77,10 +80,7 @@ pub(crate) fn attach<T>(f: impl FnOnce(Python<'_>) -> T) -> T {
 /// long as `patience`.
 ///
 /// Python can only wait for its lock for ever, so another thread asks first. That one got it says that it changes hands.
-pub(crate) fn attach_within<T>(
-    patience: Duration,
-    f: impl FnOnce(Python<'_>) -> T,
-) -> Option<T> {
+pub(crate) fn attach_within<T>(patience: Duration, f: impl FnOnce(Python<'_>) -> T) -> Option<T> {
     if !is_running() {
         return None;
     }
@@ -89,9 +89,10 @@ pub(crate) fn attach_within<T>(
 
 /// As [`attach`], for a thread of our own: not at all if Python shuts down.
 pub(crate) fn attach_ours<T>(f: impl FnOnce(Python<'_>) -> T) -> Option<T> {
-    OURS.fetch_add(1, Ordering::SeqCst);
+    *ours() += 1;
     let result = is_running().then(|| attach(f));
-    OURS.fetch_sub(1, Ordering::SeqCst);
+    *ours() -= 1;
+    FEWER.notify_all();
     result
 }
 

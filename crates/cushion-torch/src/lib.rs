@@ -254,7 +254,9 @@ mod _cushion {
                 let names: Vec<_> = Rung::ALL.iter().filter(|rung| rung.can_be_skipped()).collect();
                 let names: Vec<_> = names.into_iter().map(ToString::to_string).collect();
                 let names = names.join(", ");
-                PyValueError::new_err(format!("there is no rung `{name}` to leave out: there are {names}"))
+                PyValueError::new_err(format!(
+                    "there is no rung `{name}` to leave out: there are {names}"
+                ))
             })
         };
         let skip = skip.iter().map(rung).collect::<PyResult<RungSet>>()?;
@@ -312,9 +314,9 @@ mod _cushion {
 
     /// As PyTorch raises it, where PyTorch is loaded.
     fn out_of_memory(py: Python<'_>, text: String) -> PyErr {
-        let made = py.import("cushion._receipts").and_then(|module| {
-            module.getattr("out_of_memory_class")?.call0()?.call1((&text,))
-        });
+        let made = py
+            .import("cushion._receipts")
+            .and_then(|module| module.getattr("out_of_memory_class")?.call0()?.call1((&text,)));
         match made {
             Ok(error) => PyErr::from_value(error),
             Err(_) => PyMemoryError::new_err(text),
@@ -393,12 +395,16 @@ mod _cushion {
         result.set_item("shortages", stats.shortages)?;
         result.set_item("shortages_survived", stats.shortages_survived)?;
         result.set_item("shortages_refused", stats.shortages_refused)?;
-        result.set_item("shortage_seconds", Duration::from_nanos(stats.shortage_nanos).as_secs_f64())?;
+        result.set_item(
+            "shortage_seconds",
+            Duration::from_nanos(stats.shortage_nanos).as_secs_f64(),
+        )?;
         result.set_item("spilled_bytes", stats.spilled_bytes.current)?;
         result.set_item("spilled_bytes_peak", stats.spilled_bytes.peak)?;
         let engine = devices().get(device);
         result.set_item("waiting", engine.map_or(0, DeviceEngine::waiting))?;
-        result.set_item("receipts_lost", engine.map_or(0, |it| cushion::lost_receipts(it).count))?;
+        result
+            .set_item("receipts_lost", engine.map_or(0, |it| cushion::lost_receipts(it).count))?;
         Ok(result)
     }
 

@@ -8,7 +8,7 @@ use std::fmt::Write as _;
 
 use cushion::core::size::display;
 use cushion::core::{AllocError, Ended, Options, Policy, Receipt, Remedy, Rung, Shortage};
-use cushion::{GpuProcesses, devices};
+use cushion::{GpuProcess, GpuProcesses, devices};
 
 /// PyTorch refuses requests of this size and more in other words.
 const EXBIBYTE: u64 = 1 << 60;
@@ -16,6 +16,9 @@ const MIB: u64 = 1 << 20;
 
 /// How many groups of allocations, of processes and of remedies are named.
 const NAMED: usize = 3;
+
+/// Less than this past our own allocations is no reason to look for other processes.
+pub(crate) const WORTH_TELLING: u64 = 64 * MIB;
 
 pub(crate) fn message(
     device: i64,
@@ -135,7 +138,9 @@ fn add_holders(text: &mut String, receipt: &Receipt) {
         }
     }
     if receipt.groups.iter().all(|group| group.stack.is_empty()) {
-        text.push_str("\n  (torch.cuda.memory._record_memory_history() at the start names the lines.)");
+        text.push_str(
+            "\n  (torch.cuda.memory._record_memory_history() at the start names the lines.)",
+        );
     }
 }
 
@@ -151,13 +156,12 @@ fn of_the_program(stack: &[String]) -> impl Iterator<Item = &str> {
 }
 
 fn add_processes(text: &mut String, shortage: &Shortage, processes: &GpuProcesses) {
-    if shortage.others < MIB && processes.all.iter().all(|process| process.bytes.is_none()) {
+    if shortage.others < WORTH_TELLING {
         return;
     }
-    let named: Vec<_> = processes.all.iter().take(NAMED).map(ToString::to_string).collect();
+    let named: Vec<_> = processes.all.iter().take(NAMED).map(in_words).collect();
     let others = display(shortage.others);
     match (named.is_empty(), processes.is_self_known) {
-        (true, _) if shortage.others < MIB => {}
         (true, _) => {
             let _ = write!(
                 text,
@@ -175,6 +179,14 @@ fn add_processes(text: &mut String, shortage: &Shortage, processes: &GpuProcesse
                 named.join(", ")
             );
         }
+    }
+}
+
+fn in_words(process: &GpuProcess) -> String {
+    let name = process.name.as_deref().unwrap_or("process");
+    match process.bytes {
+        Some(bytes) => format!("{name} (pid {}) with {}", process.pid, display(bytes)),
+        None => format!("{name} (pid {})", process.pid),
     }
 }
 

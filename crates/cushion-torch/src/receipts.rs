@@ -32,7 +32,8 @@ pub(crate) fn begin() {
 pub(crate) fn json(receipt: &Receipt) -> String {
     let mut value = serde_json::to_value(receipt).unwrap_or_default();
     if let Some(object) = value.as_object_mut() {
-        let remedies = receipt.shortage.remedies().iter().map(ToString::to_string).collect();
+        let remedies = receipt.shortage.remedies();
+        let remedies = remedies.iter().map(|remedy| remedy.to_string().into()).collect();
         object.insert("text".to_owned(), receipt.to_string().into());
         object.insert("remedies".to_owned(), serde_json::Value::Array(remedies));
     }
@@ -65,7 +66,9 @@ pub(crate) fn receipt(py: Python<'_>, device: i64, number: u64) -> Option<String
 pub(crate) fn keep_receipts(py: Python<'_>, count: usize) -> PyResult<()> {
     const MOST: usize = 1 << 20;
     if count > MOST {
-        return Err(PyValueError::new_err(format!("{count} receipts are too many: at most {MOST}")));
+        return Err(PyValueError::new_err(format!(
+            "{count} receipts are too many: at most {MOST}"
+        )));
     }
     py.detach(|| devices().for_each(move |engine| engine.keep_receipts(count)));
     Ok(())

@@ -47,7 +47,9 @@ pub(crate) fn refused(device: i64, error: &AllocError) -> Failure {
     if let Some(receipt) = &receipt {
         callbacks::call_last(receipt);
     }
-    let processes = engine.map(|engine| engine.driver().processes()).unwrap_or_default();
+    // It takes milliseconds: only where others are in the way.
+    let asked = engine.filter(|_| shortage.others >= message::WORTH_TELLING);
+    let processes = asked.map(|engine| engine.driver().processes()).unwrap_or_default();
     Failure::OutOfMemory(message::message(device, error, shortage, receipt.as_deref(), &processes))
 }
 

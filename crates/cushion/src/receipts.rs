@@ -56,8 +56,7 @@ impl ReceiptLog {
 
 /// Opens a file for receipts, and makes it if need be.
 pub(crate) fn open_receipts(path: &Path) -> Result<File, DeviceError> {
-    let failed =
-        |source| DeviceError::Receipts { path: path.to_owned(), source: Arc::new(source) };
+    let failed = |source| DeviceError::Receipts { path: path.to_owned(), source: Arc::new(source) };
     File::options().append(true).create(true).open(path).map_err(failed)
 }
 
