@@ -86,8 +86,7 @@ impl Nvml {
         // no safe way to load a library.
         let library = unsafe { Library::new(NAME) }.ok()?;
         // SAFETY: the type is that of NVML's documentation for this name; the result, a C enum, is
-        // passed as an
-        // `int` is.
+        // passed as an `int` is.
         let init = unsafe { function::<Init>(&library, "nvmlInit_v2") }?;
         // SAFETY: likewise.
         let handle_by_uuid =
