@@ -3,7 +3,7 @@ memory from elsewhere, which they count apart, in `get_stats().tracked`."""
 
 from __future__ import annotations
 
-from cushion._doors import whole
+from cushion._tensors import whole
 
 from ._ledger import ledger
 

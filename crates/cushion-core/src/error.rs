@@ -122,8 +122,11 @@ impl Shortage {
 
     /// The rungs that did something, for people.
     pub fn deeds(&self) -> impl Iterator<Item = &Tried> {
-        self.tried.iter().filter(|tried| {
-            tried.ended.was_tried() && (tried.ended != Ended::Nothing || tried.rung == Rung::Grow)
+        self.tried.iter().filter(|tried| match tried.ended {
+            Ended::Nothing => tried.rung == Rung::Grow,
+            // It had no time to begin with.
+            Ended::TimeIsUp => tried.took >= Duration::from_millis(1),
+            ended => ended.was_tried(),
         })
     }
 

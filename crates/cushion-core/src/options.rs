@@ -615,7 +615,7 @@ mod tests {
                        expandable_segments:True,large_segment_size_mb:32,\
                        per_process_memory_fraction:0.5,graph_capture_record_stream_reuse:True,\
                        wait_ms:0,wait_total_ms:60000,wait_base_us:20,wait_factor:1.5,\
-                       wait_ceiling_ms:10,max_tries:9,skip_rungs:borrow+wait,\
+                       wait_ceiling_ms:10,max_tries:9,callback_ms:70,skip_rungs:borrow+wait,\
                        spill_limit_mb:1024,spill_over_mb:64";
 
     #[test]
@@ -633,6 +633,7 @@ mod tests {
             wait_factor: 1.5,
             wait_ceiling_ms: 10,
             max_tries: 9,
+            callback_ms: 70,
             skip_rungs: [Rung::Borrow, Rung::Wait].into_iter().collect(),
             spill_limit: 1024 * MIB,
             spill_over: 64 * MIB,
@@ -760,7 +761,7 @@ mod tests {
                    roundup_power2_divisions:4,garbage_collection_threshold:0.6,\
                    expandable_segments:True,per_process_memory_fraction:0.5,\
                    graph_capture_record_stream_reuse:True,wait_ms:0,wait_total_ms:60000,\
-                   wait_base_us:20,wait_factor:1.5,wait_ceiling_ms:10,max_tries:9,\
+                   wait_base_us:20,wait_factor:1.5,wait_ceiling_ms:10,max_tries:9,callback_ms:70,\
                    skip_rungs:borrow+wait,spill_limit_mb:1024,spill_over_mb:64";
         assert_eq!(canonical(ALL), all);
         // Said aloud, a default that depends on another option is no longer a default.
@@ -824,6 +825,7 @@ mod tests {
             options.wait_factor = 1.0 + 99.0 * self.share();
             options.wait_ceiling_ms = 1 + self.below(1000);
             options.max_tries = 1 + self.below(1000);
+            options.callback_ms = self.below(1000);
             let rungs = Rung::ALL.into_iter().filter(|rung| rung.can_be_skipped());
             options.skip_rungs = rungs.filter(|_| self.below(3) == 0).collect();
             options.spill_limit = if self.below(2) == 0 { 0 } else { self.size(1) };

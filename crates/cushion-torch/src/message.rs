@@ -78,7 +78,7 @@ fn add_what_was_tried(text: &mut String, shortage: &Shortage) {
     }
     let deeds: Vec<_> = shortage.deeds().map(ToString::to_string).collect();
     if deeds.is_empty() {
-        text.push_str(" Cushion tried nothing.");
+        text.push_str(" Nothing was tried.");
     } else {
         let _ = write!(text, " Cushion {}; it was not enough.", deeds.join(", then "));
     }

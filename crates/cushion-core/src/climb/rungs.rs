@@ -237,11 +237,11 @@ impl<D: Driver> Engine<D> {
         if answers.is_empty() {
             return Visit::Left(Ended::Nothing);
         }
-        let all_failed = answers.iter().all(|answer| answer.failed.is_some());
+        let failed = answers.iter().any(|answer| answer.failed.is_some());
         let room = MOST_ANSWERS.saturating_sub(climb.answers.len());
         climb.answers.extend(answers.into_iter().take(room));
         climb.called = Some(won);
-        if all_failed && won == 0 {
+        if failed && won == 0 {
             return Visit::Left(Ended::Failed);
         }
         // What was freed may lie where only the driver can lay it out anew.

@@ -1,0 +1,221 @@
+//! Callbacks with names and budgets, what they leave in receipts, and what threads want for their requests.
+
+mod common;
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicU64, Ordering};
+    use std::time::Duration;
+
+    use cushion_core::size::MIB;
+    use cushion_core::{
+        Callback, Context, Ended, Ladder, Outcome, Reply, Rung, RungSet, VirtualClock, set_budget,
+        set_skipped_rungs,
+    };
+
+    use crate::common::{
+        Gpu, S0, S1, ended, full_now, gpu, gpu_on, last, real_gpu, take, until_waiting,
+    };
+
+    /// A full device on a clock that callbacks can let run.
+    fn full(conf: &str) -> (Gpu, Arc<VirtualClock>) {
+        let clock = Arc::new(VirtualClock::new());
+        let theirs = Arc::clone(&clock);
+        let gpu = gpu_on(100, conf, Ladder::Graceful, move |_| theirs);
+        take(&gpu, 100 * MIB, S0);
+        (gpu, clock)
+    }
+
+    #[test]
+    fn what_they_say_is_in_the_receipt() {
+        let (gpu, _) = full("");
+        let add = |name: &str, priority, reply: Reply| {
+            gpu.add_callback(Arc::new(Callback::new(name, priority, move |_| reply.clone())));
+        };
+        add("quiet", 3, Reply::Nothing);
+        add("talks", 2, Reply::Said("nothing to free".to_owned()));
+        add("fails", 1, Reply::Failed("no disk".to_owned()));
+        gpu.on_shortage(0, |_| panic!("a callback's own mistake"));
+        full_now(gpu.alloc(MIB, S1));
+        let receipt = last(&gpu);
+        let told: Vec<_> = receipt.answers.iter().map(ToString::to_string).collect();
+        assert_eq!(told[..3], ["quiet", "talks said: nothing to free", "fails failed: no disk"]);
+        assert!(told[3].ends_with("failed: a callback's own mistake"), "{}", told[3]);
+        assert!(told[3].contains("callbacks::tests"), "known by where it is: {}", told[3]);
+        assert_eq!(ended(&gpu, Rung::Callbacks), (Ended::Failed, 0));
+    }
+
+    #[test]
+    fn what_each_won_is_told_apart() {
+        let gpu = Arc::new(gpu(100, ""));
+        let mine: Vec<u64> = [30, 50].map(|mib| take(&gpu, mib * MIB, S0)).to_vec();
+        for (index, address) in mine.into_iter().enumerate() {
+            let engine = Arc::downgrade(&gpu);
+            let callback = Callback::new(format!("{index}"), 0, move |_| {
+                engine.upgrade().map(|engine| engine.free(address));
+                Reply::Nothing
+            });
+            gpu.add_callback(Arc::new(callback));
+        }
+        take(&gpu, 90 * MIB, S0);
+        let receipt = last(&gpu);
+        assert_eq!(receipt.outcome, Outcome::Survived(Rung::Callbacks));
+        let won: Vec<u64> = receipt.answers.iter().map(|answer| answer.won / MIB).collect();
+        assert_eq!(won, [30, 50]);
+    }
+
+    #[test]
+    fn one_that_takes_too_long_is_not_called_again() {
+        // As long as the request may wait, and as callbacks may at least; or what it was given.
+        let cases = [
+            ("", None, 3000),
+            ("wait_ms:0", None, 1000),
+            ("wait_ms:0,callback_ms:50", None, 50),
+            ("", Some(200), 200),
+            ("wait_ms:0", Some(5000), 5000),
+        ];
+        for (conf, budget, allowed) in cases {
+            for (took, switched_off) in [(allowed, false), (allowed + 1, true)] {
+                let (gpu, clock) = full(conf);
+                let calls = Arc::new(AtomicU64::new(0));
+                let count = Arc::clone(&calls);
+                let callback = Callback::new("slow", 0, move |plea| {
+                    count.fetch_add(1, Ordering::Relaxed);
+                    assert_eq!(plea.time_left, Duration::from_millis(allowed));
+                    clock.advance(Duration::from_millis(took));
+                    Reply::Nothing
+                });
+                let callback = Arc::new(match budget {
+                    Some(ms) => callback.with_budget(Duration::from_millis(ms)),
+                    None => callback,
+                });
+                gpu.add_callback(Arc::clone(&callback));
+                full_now(gpu.alloc(MIB, S1));
+                let answer = last(&gpu).answers[0].clone();
+                assert_eq!(answer.took, Duration::from_millis(took), "{conf}");
+                assert_eq!(answer.switched_off, switched_off, "{conf} {took}");
+                assert_eq!(callback.is_off(), switched_off);
+                full_now(gpu.alloc(MIB, S1));
+                let expected = if switched_off { 1 } else { 2 };
+                assert_eq!(calls.load(Ordering::Relaxed), expected, "{conf} {took}");
+                assert_eq!(last(&gpu).answers.len(), if switched_off { 0 } else { 1 });
+            }
+        }
+    }
+
+    #[test]
+    fn one_callback_of_two_engines_runs_for_one_at_a_time() {
+        let (one, other) = (Arc::new(gpu(100, "")), Arc::new(gpu(100, "")));
+        for gpu in [&one, &other] {
+            take(gpu, 100 * MIB, S0);
+        }
+        let calls = Arc::new(AtomicU64::new(0));
+        let (count, inner) = (Arc::clone(&calls), Arc::downgrade(&other));
+        let callback = Arc::new(Callback::new("both", 0, move |_| {
+            count.fetch_add(1, Ordering::Relaxed);
+            if let Some(other) = inner.upgrade() {
+                // Short of memory on the other device, on another thread: it does not come here again.
+                let asks = std::thread::spawn(move || full_now(other.alloc(MIB, S1)));
+                asks.join().unwrap();
+            }
+            Reply::Nothing
+        }));
+        one.add_callback(Arc::clone(&callback));
+        other.add_callback(callback);
+        full_now(one.alloc(MIB, S1));
+        assert_eq!(calls.load(Ordering::Relaxed), 1);
+        assert_eq!(last(&other).answers, []);
+    }
+
+    #[test]
+    fn what_a_callback_says_is_bounded() {
+        let (gpu, _) = full("");
+        let said = "ä".repeat(100_000);
+        let callback = Callback::new("endless", 0, move |_| Reply::Said(said.clone()));
+        gpu.add_callback(Arc::new(callback));
+        full_now(gpu.alloc(MIB, S1));
+        let text = last(&gpu).answers[0].said.clone().unwrap();
+        assert_eq!(text.chars().count(), 2001);
+    }
+
+    #[test]
+    fn tags_are_explained() {
+        let gpu = gpu(100, "");
+        gpu.explain_tags(|tags| {
+            tags.iter().map(|tag| vec![format!("line {}", tag.0), "main".to_owned()]).collect()
+        });
+        gpu.alloc_for(60 * MIB, S0, Context(7)).unwrap();
+        full_now(gpu.alloc_for(60 * MIB, S0, Context(8)));
+        let receipt = last(&gpu);
+        assert_eq!(receipt.stack, ["line 8", "main"]);
+        assert_eq!(receipt.groups[0].stack, ["line 7", "main"]);
+        // One that panics, or says too little, costs no allocation.
+        gpu.explain_tags(|_| panic!("no words"));
+        full_now(gpu.alloc_for(60 * MIB, S0, Context(8)));
+        gpu.explain_tags(|_| Vec::new());
+        full_now(gpu.alloc_for(60 * MIB, S0, Context(8)));
+        assert_eq!(last(&gpu).stack, [""; 0]);
+    }
+
+    #[test]
+    fn a_thread_leaves_rungs_out() {
+        let gpu = gpu(100, "skip_rungs:borrow");
+        let cached = take(&gpu, 60 * MIB, S0);
+        gpu.free(cached).unwrap();
+        assert_eq!(set_skipped_rungs([Rung::Cached].into_iter().collect()), RungSet::NONE);
+        full_now(gpu.alloc(80 * MIB, S0));
+        assert_eq!(ended(&gpu, Rung::Cached), (Ended::Off, 0));
+        assert_eq!(ended(&gpu, Rung::Borrow), (Ended::Off, 0));
+        // Another thread does not.
+        std::thread::scope(|scope| scope.spawn(|| take(&gpu, 80 * MIB, S0)).join().unwrap());
+        let before = set_skipped_rungs(RungSet::NONE);
+        assert_eq!(before.iter().collect::<Vec<_>>(), [Rung::Cached]);
+    }
+
+    #[test]
+    fn a_thread_that_follows_wants_what_its_leader_wants() {
+        cushion_core::set_followers(|| std::thread::current().name() == Some("gradients"));
+        let gpu = real_gpu(100, "wait_ms:600000");
+        let kept = take(&gpu, 50 * MIB, S0);
+        let gate = std::sync::Barrier::new(2);
+        let ask = || {
+            std::thread::scope(|scope| {
+                // Somebody else holds memory that could be waited for.
+                let other = scope.spawn(|| {
+                    let address = take(&gpu, 40 * MIB, S0);
+                    gate.wait();
+                    gpu.free(address).unwrap();
+                });
+                while gpu.stats().allocated_bytes.all.current < 90 * MIB {
+                    std::thread::yield_now();
+                }
+                // This thread was the last to ask, so it leads.
+                let spot = take(&gpu, MIB, S0);
+                gpu.free(spot).unwrap();
+                let gradients = std::thread::Builder::new().name("gradients".to_owned());
+                let follower = gradients.spawn_scoped(scope, || gpu.alloc(30 * MIB, S0)).unwrap();
+                if cushion_core::budget() != Some(Duration::ZERO) {
+                    until_waiting(&gpu, 1);
+                }
+                let asked = if cushion_core::budget() == Some(Duration::ZERO) {
+                    let asked = follower.join().unwrap();
+                    gate.wait();
+                    asked
+                } else {
+                    gate.wait();
+                    follower.join().unwrap()
+                };
+                other.join().unwrap();
+                asked
+            })
+        };
+        let served = ask().unwrap();
+        gpu.free(served).unwrap();
+        set_budget(Some(Duration::ZERO));
+        full_now(ask());
+        assert_eq!(ended(&gpu, Rung::Wait).0, Ended::TimeIsUp);
+        set_budget(None);
+        gpu.free(kept).unwrap();
+    }
+}
