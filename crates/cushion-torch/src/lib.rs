@@ -67,6 +67,12 @@ mod _cushion {
     #[allow(non_upper_case_globals, reason = "the name that Python packages give it")]
     const __version__: &str = env!("CARGO_PKG_VERSION");
 
+    #[pymodule_init]
+    fn init(_module: &Bound<'_, PyModule>) -> PyResult<()> {
+        super::receipts::begin();
+        Ok(())
+    }
+
     /// What was asked for, and what follows from it.
     #[pyclass(frozen, name = "Settings")]
     struct PySettings {
@@ -131,11 +137,8 @@ mod _cushion {
     #[pyfunction]
     fn start(py: Python<'_>, settings: &PySettings) -> PyResult<&'static str> {
         profiler::start();
-        py.detach(|| {
-            super::receipts::begin();
-            devices().set(&settings.settings)
-        })
-        .map_err(|error| PyValueError::new_err(error.to_string()))?;
+        let set = py.detach(|| devices().set(&settings.settings));
+        set.map_err(|error| PyValueError::new_err(error.to_string()))?;
         Ok(throw::out_of_memory_name())
     }
 
