@@ -9,5 +9,18 @@
 
 from ._cushion import __version__, stats
 from ._install import InstallError, install, is_installed, simulate
+from ._retry import CannotSplit, is_out_of_memory, retry, retry_stats, split_batch
 
-__all__ = ["InstallError", "__version__", "install", "is_installed", "simulate", "stats"]
+__all__ = [
+    "CannotSplit",
+    "InstallError",
+    "__version__",
+    "install",
+    "is_installed",
+    "is_out_of_memory",
+    "retry",
+    "retry_stats",
+    "simulate",
+    "split_batch",
+    "stats",
+]
