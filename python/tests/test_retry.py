@@ -298,30 +298,37 @@ class LettingGo(unittest.TestCase):
         self.gone(fail)
 
     def test_what_a_context_holds(self) -> None:
-        def fail(held: Held) -> None:
-            def deeper(inner: Held) -> None:
-                raise ValueError
+        kept: list[ValueError] = []
 
+        def fail(held: Held) -> None:
             try:
-                deeper(held)
+                self.log(kept, held)
             except ValueError:
                 raise MemoryError  # noqa: B904
 
         self.gone(fail)
+        self.assertIsNone(kept[0].__traceback__)
 
     def test_what_a_cause_holds(self) -> None:
-        def fail(held: Held) -> None:
-            def deeper(inner: Held) -> None:
-                raise ValueError
+        kept: list[ValueError] = []
 
-            kept = None
+        def fail(held: Held) -> None:
             try:
-                deeper(held)
-            except ValueError as error:
-                kept = error
-            raise MemoryError from kept
+                self.log(kept, held)
+            except ValueError:
+                pass
+            raise MemoryError from kept[0]
 
         self.gone(fail)
+        self.assertIsNone(kept[0].__traceback__)
+
+    def log(self, kept: list[ValueError], held: Held) -> None:
+        """Fails, and somebody keeps the error, as those do who report errors later."""
+        try:
+            raise ValueError
+        except ValueError as error:
+            kept.append(error)
+            raise
 
     def test_what_a_cycle_holds(self) -> None:
         def fail(held: Held) -> None:
@@ -503,6 +510,9 @@ class Splitting(unittest.TestCase):
         shares.clear()
         cushion.retry(takes_anything, Rows(range(3)), key=1, split=cushion.split_batch)
         self.assertEqual(shares, [{"key": 1}] * 3)
+        shares.clear()
+        cushion.retry(takes_anything, Rows(range(4)), share=0.5, split=cushion.split_batch)
+        self.assertEqual(shares, [{"share": 0.25}] * 2)
 
     def test_what_parts_return_is_one(self) -> None:
         scalar = mock.Mock(shape=(), __radd__=lambda self, other: other, __add__=lambda self, other: "sum")
@@ -564,6 +574,20 @@ class Knowing(unittest.TestCase):
         # One row failed, and less there is not: it is tried, works, and the next call begins as a first one.
         self.assertEqual(self.seen(card, 4), [1, 1, 1, 1])
         self.assertEqual(self.seen(card, 4), [4])
+
+    def test_the_smallest_that_failed(self) -> None:
+        card = Card(0)
+        for length, width in ((4, 1), (1, 10)):
+            with self.assertRaises(MemoryError):
+                self.seen(card, length, width)
+        card.room = 100
+        self.assertEqual(self.seen(card, 4), [1, 1, 1, 1])
+
+    def test_the_part_that_failed(self) -> None:
+        card = Card(3)
+        self.assertEqual(self.seen(card, 7), [7, 3, 4, 1, 2, 2, 2])
+        # 4 failed, and 3 did not.
+        self.assertEqual(self.seen(card, 3), [3])
 
     def test_methods_are_known_by_what_they_are_bound_to(self) -> None:
         small, large = Card(2), Card(100)
@@ -674,6 +698,10 @@ class Counting(unittest.TestCase):
             ({"calls": 1, "tries": 3, "retried": 1, "gave_up": 1}, lambda: cushion.retry(failing(9))),
             ({"calls": 1, "tries": 1, "gave_up": 1}, lambda: cushion.retry(failing(9), tries=1)),
             ({"calls": 1, "tries": 1}, lambda: cushion.retry(lambda: 1 / 0)),
+            (
+                {"calls": 1, "tries": 3, "retried": 1, "gave_up": 1},
+                lambda: cushion.retry(Card(0).step, Rows(range(4)), split=cushion.split_batch),
+            ),
             (
                 {"calls": 1, "tries": 3, "retried": 1, "split": 1},
                 lambda: cushion.retry(Card(2).step, Rows(range(8)), split=cushion.split_batch),
