@@ -12,9 +12,11 @@ from ._install import InstallError, install, is_installed, simulate
 from ._memory import Memory, alloc_async, alloc_future, allocate_tensor, prefetch
 from ._offload import Offloader, offloader
 from ._receipts import OutOfMemoryError, Receipt, keep_receipts, receipt_of, receipts
+from ._retry import CannotSplit, is_out_of_memory, retry, retry_stats, split_batch
 from ._shortage import budget, inject, on_refusal, on_shortage, remove_callback
 
 __all__ = [
+    "CannotSplit",
     "InstallError",
     "Memory",
     "Offloader",
@@ -28,6 +30,7 @@ __all__ = [
     "inject",
     "install",
     "is_installed",
+    "is_out_of_memory",
     "keep_receipts",
     "offloader",
     "on_refusal",
@@ -36,6 +39,9 @@ __all__ = [
     "receipt_of",
     "receipts",
     "remove_callback",
+    "retry",
+    "retry_stats",
     "simulate",
+    "split_batch",
     "stats",
 ]

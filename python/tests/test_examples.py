@@ -36,7 +36,9 @@ class WithoutGpu(Examples):
         self.assertIn("A PiB is refused: CUDA out of memory.", said)
 
     def test_training_is_skipped(self) -> None:
-        self.assertTrue(self.example("train_with_one_line.py", NO_GPU).startswith("SKIPPED: "))
+        for name in ("train_with_one_line.py", "retry_steps.py", "accelerate_habits.py", "lightning_habits.py"):
+            with self.subTest(name):
+                self.assertTrue(self.example(name, NO_GPU).startswith("SKIPPED: "))
 
     def test_replay(self) -> None:
         first, segments, expandable, _ = self.example("replay_snapshot.py", NO_GPU).splitlines()
@@ -60,6 +62,19 @@ class OverStandins(Examples):
         self.assertIn("With 1 GiB: 1.00 GB used / 8.00 GB total", said)
         self.assertIn("Tensors: torch.float32 and torch.float16 on cuda:0", said)
         self.assertIn("A PiB is refused: CUDA out of memory.", said)
+
+    def test_retry(self) -> None:
+        said = self.example("retry_steps.py", self.GPU)
+        tries = [int(line.rsplit(": ", 1)[1]) for line in said.splitlines() if line.startswith("step ")]
+        self.assertEqual(tries, [1, 3, 1, 2, 1])
+        self.assertIn("steps: 5; in parts: 3; tries: 8", said)
+
+    def test_retry_in_other_people_s_loops(self) -> None:
+        for name, package in (("accelerate_habits.py", "Accelerate"), ("lightning_habits.py", "Lightning")):
+            with self.subTest(name):
+                said = self.example(name, self.GPU)
+                if not said.startswith(f"SKIPPED: {package} is not installed"):
+                    self.assertIn("steps: 3; in parts: 3; tries: 5", said)
 
 
 if __name__ == "__main__":

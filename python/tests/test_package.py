@@ -26,7 +26,8 @@ class Names(unittest.TestCase):
     def test_the_package_has_what_it_says(self) -> None:
         for name in cushion.__all__:
             self.assertTrue(hasattr(cushion, name), name)
-        expected = ["InstallError", "__version__", "install", "is_installed", "simulate", "stats"]
+        expected = ["CannotSplit", "InstallError", "__version__", "install", "is_installed", "is_out_of_memory"]
+        expected += ["retry", "retry_stats", "simulate", "split_batch", "stats"]
         self.assertEqual(sorted(cushion.__all__), expected)
 
     def test_version(self) -> None:

@@ -1,0 +1,909 @@
+"""Steps that run again when memory runs out: what is let go of, what is split, what is known and counted."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import traceback
+import types
+import unittest
+import weakref
+from collections import UserDict, namedtuple
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import support
+from support import MIB, StandinCase, TorchCase
+
+import cushion
+from cushion import _retry
+
+
+class Held:
+    """Something that a failed step leaves behind."""
+
+
+class Rows:
+    """As much of a tensor as splitting takes: rows, of `width` elements each."""
+
+    def __init__(self, values: Any, width: int = 1) -> None:
+        self.values = list(values)
+        self.width = width
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return len(self.values), self.width
+
+    def __getitem__(self, index: tuple[slice, ...]) -> Rows:
+        return Rows(self.values[index[0]], self.width)
+
+
+class Card:
+    """A step whose memory is enough for so many rows."""
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+        self.seen: list[int] = []
+
+    def step(self, rows: Rows) -> int:
+        self.seen.append(len(rows.values))
+        if len(rows.values) > self.room:
+            raise MemoryError("CUDA out of memory.")
+        return sum(rows.values)
+
+
+def failing(times: int, then: Any = "done") -> Callable[..., Any]:
+    """A step that runs out of memory so often."""
+    left = [times]
+
+    def step(*_args: Any, **_kwargs: Any) -> Any:
+        if left[0] > 0:
+            left[0] -= 1
+            raise MemoryError("CUDA out of memory.")
+        return then
+
+    return step
+
+
+def caught(kind: type[BaseException], call: Callable[[], Any]) -> BaseException:
+    """The error of a call as it came: `assertRaises` takes its traceback away."""
+    try:
+        call()
+    except kind as error:
+        return error
+    raise AssertionError(f"no {kind.__name__} was raised")
+
+
+def frames(error: BaseException) -> list[types.FrameType]:
+    return [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+
+
+def difference(before: dict[str, int]) -> dict[str, int]:
+    return {name: count - before[name] for name, count in cushion.retry_stats().items() if count != before[name]}
+
+
+class Running(unittest.TestCase):
+    def test_what_works_runs_once(self) -> None:
+        step = mock.Mock(return_value=7, spec=[])
+        self.assertEqual(cushion.retry(step, 1, key=2), 7)
+        step.assert_called_once_with(1, key=2)
+
+    def test_a_step_alone_is_run(self) -> None:
+        step = mock.Mock(return_value=7, spec=[])
+        self.assertEqual(cushion.retry(step), 7)
+        step.assert_called_once_with()
+
+    def test_runs_again(self) -> None:
+        self.assertEqual(cushion.retry(failing(2)), "done")
+
+    def test_tries_are_bounded(self) -> None:
+        for tries in (1, 3, 5):
+            step = mock.Mock(side_effect=MemoryError("CUDA out of memory."), spec=[])
+            with self.assertRaises(MemoryError):
+                cushion.retry(step, tries=tries)
+            self.assertEqual(step.call_count, tries)
+
+    def test_the_last_error_is_raised_itself(self) -> None:
+        errors = [MemoryError(f"CUDA out of memory. {number}") for number in range(3)]
+        with self.assertRaises(MemoryError) as raised:
+            cushion.retry(mock.Mock(side_effect=errors, spec=[]))
+        self.assertIs(raised.exception, errors[2])
+        self.assertEqual(str(raised.exception), "CUDA out of memory. 2")
+
+    @unittest.skipUnless(hasattr(BaseException, "add_note"), "Python 3.11 and later have notes")
+    def test_the_last_error_has_a_note(self) -> None:
+        with self.assertRaises(MemoryError) as raised:
+            cushion.retry(failing(9))
+        (note,) = raised.exception.__notes__  # type: ignore[attr-defined]
+        self.assertTrue(note.startswith("cushion.retry: 3 tries, the last in 1 part; no more are allowed"), note)
+        with self.assertRaises(MemoryError) as raised:
+            cushion.retry(Card(0).step, Rows(range(5)), split=cushion.split_batch)
+        (note,) = raised.exception.__notes__  # type: ignore[attr-defined]
+        self.assertEqual(note, "cushion.retry: 4 tries, the last in 5 parts; a part cannot be made smaller")
+
+    def test_the_last_error_says_where_it_happened(self) -> None:
+        def deep() -> None:
+            raise MemoryError
+
+        def step() -> None:
+            deep()
+
+        error = caught(MemoryError, lambda: cushion.retry(step))
+        self.assertEqual([frame.f_code.co_name for frame in frames(error)][-2:], ["step", "deep"])
+
+    def test_other_errors_pass_at_once(self) -> None:
+        for kind in (ValueError, RuntimeError, KeyboardInterrupt, SystemExit, GeneratorExit):
+            with self.subTest(kind.__name__):
+                error = kind("something else")
+                seen = []
+
+                def step() -> None:
+                    held = "still here"
+                    seen.append(1)
+                    raise error
+
+                reset = mock.Mock()
+                raised = caught(kind, lambda: cushion.retry(step, reset=reset, split=cushion.split_batch))
+                self.assertIs(raised, error)
+                self.assertEqual(seen, [1])
+                reset.assert_not_called()
+                self.assertEqual(frames(raised)[-1].f_locals["held"], "still here")
+                self.assertFalse(hasattr(error, "__notes__"))
+
+    def test_another_error_in_a_later_try_passes(self) -> None:
+        step = mock.Mock(side_effect=[MemoryError(), ValueError("no")], spec=[])
+        before = cushion.retry_stats()
+        with self.assertRaisesRegex(ValueError, "no"), self.assertLogs("cushion", "WARNING") as logs:
+            cushion.retry(step)
+        self.assertEqual(difference(before), {"calls": 1, "tries": 2, "retried": 1})
+        self.assertIn("failed otherwise: 2 tries", logs.output[0])
+
+    def test_which_errors_say_that_memory_ran_out(self) -> None:
+        meant = (
+            MemoryError(),
+            type("Mine", (MemoryError,), {})(),
+            RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be reported later"),
+            RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+            RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+        )
+        others = (RuntimeError("CUDA error: device-side assert"), ValueError("CUDA error: out of memory"), OSError())
+        for error in meant:
+            self.assertIs(cushion.is_out_of_memory(error), True, repr(error))
+        for error in others:
+            self.assertIs(cushion.is_out_of_memory(error), False, repr(error))
+
+    def test_reset_comes_before_each_try_but_the_first(self) -> None:
+        order: list[str] = []
+        again = failing(2)
+
+        def step() -> None:
+            order.append("step")
+            again()
+
+        cushion.retry(step, reset=lambda: order.append("reset"))
+        self.assertEqual(order, ["step", "reset", "step", "reset", "step"])
+
+    def test_nothing_is_reset_when_it_gives_up(self) -> None:
+        reset = mock.Mock()
+        with self.assertRaises(MemoryError):
+            cushion.retry(failing(9), tries=1, reset=reset)
+        reset.assert_not_called()
+
+    def test_inside_another(self) -> None:
+        again = failing(4)
+        calls: list[str] = []
+
+        def inner() -> str:
+            calls.append("inner")
+            return str(again())
+
+        def outer() -> str:
+            calls.append("outer")
+            return cushion.retry(inner)
+
+        self.assertEqual(cushion.retry(outer), "done")
+        self.assertEqual(calls, ["outer", "inner", "inner", "inner", "outer", "inner", "inner"])
+
+    def test_is_quiet_while_all_is_well(self) -> None:
+        with self.assertNoLogs("cushion"), mock.patch.object(gc, "collect") as collect:
+            cushion.retry(lambda: None)
+        collect.assert_not_called()
+
+    def test_says_once_what_it_cost(self) -> None:
+        with self.assertLogs("cushion", "WARNING") as logs:
+            cushion.retry(Card(2).step, Rows(range(8)), split=cushion.split_batch)
+        (line,) = logs.output
+        text = r"Card.step ran out of memory, and is done: 3 tries, the last in 4 parts; 0\.\d{3} s were lost"
+        self.assertRegex(line, text)
+        with self.assertLogs("cushion", "WARNING") as logs, self.assertRaises(MemoryError):
+            cushion.retry(failing(9))
+        (line,) = logs.output
+        self.assertRegex(line, r"step ran out of memory, and gave up: 3 tries, the last in 1 part; ")
+
+    def test_tells_cushion(self) -> None:
+        said: list[Any] = []
+        with (
+            mock.patch.object(_retry, "_expect_refusals", lambda expected: said.append(expected)),
+            mock.patch.object(_retry, "_refusal_is_final", lambda text: said.append(text)),
+        ):
+            cushion.retry(failing(2))
+            self.assertEqual(said, [True, False])
+            with self.assertRaises(MemoryError):
+                cushion.retry(failing(9))
+            self.assertEqual(said[2:], [True, False, "CUDA out of memory."])
+            with self.assertRaises(ZeroDivisionError):
+                cushion.retry(lambda: 1 / 0)
+            self.assertEqual(said[5:], [True, False])
+
+    def test_what_cannot_be(self) -> None:
+        for why, call in (
+            ("step is 5", lambda: cushion.retry(5)),  # type: ignore[call-overload]
+            ("split is 2", lambda: cushion.retry(print, split=2)),  # type: ignore[call-overload]
+            ("the step comes first", lambda: cushion.retry(None, 1)),  # type: ignore[call-overload]
+            ("the step comes first", lambda: cushion.retry(spilt=1)),  # type: ignore[call-overload]
+        ):
+            with self.assertRaisesRegex(TypeError, why):
+                call()
+        with self.assertRaisesRegex(ValueError, "tries is 0"):
+            cushion.retry(print, tries=0)
+
+    def test_what_works_later_is_refused(self) -> None:
+        async def later() -> None: ...
+
+        def one_by_one() -> Iterator[int]:
+            yield 1
+
+        async def both() -> Any:
+            yield 1
+
+        for step in (later, one_by_one, both, lambda: later()):
+            with self.assertRaisesRegex(TypeError, "plain function"):
+                cushion.retry(step)
+        for step in (later, one_by_one, both):
+            with self.assertRaisesRegex(TypeError, "plain function"):
+                cushion.retry()(step)
+
+        async def program() -> Any:
+            return cushion.retry(failing(1))
+
+        self.assertEqual(asyncio.run(program()), "done")
+
+
+class LettingGo(unittest.TestCase):
+    """What a failed try held is gone when the next begins, without the help of the collector where that can be."""
+
+    def gone(self, fail: Callable[[Held], None], collector: bool = False) -> None:
+        seen: list[Any] = []
+
+        def step() -> None:
+            if seen:
+                seen.append(seen[0]())
+                return
+            held = Held()
+            seen.append(weakref.ref(held))
+            fail(held)
+
+        gc.disable()
+        self.addCleanup(gc.enable)
+        with mock.patch.object(gc, "collect", gc.collect if collector else lambda: 0):
+            cushion.retry(step)
+        self.assertEqual(seen[1:], [None])
+
+    def test_what_its_frames_hold(self) -> None:
+        def fail(held: Held) -> None:
+            raise MemoryError
+
+        self.gone(fail)
+
+    def test_what_a_context_holds(self) -> None:
+        kept: list[ValueError] = []
+
+        def fail(held: Held) -> None:
+            try:
+                self.log(kept, held)
+            except ValueError:
+                raise MemoryError  # noqa: B904
+
+        self.gone(fail)
+        self.assertIsNone(kept[0].__traceback__)
+
+    def test_what_a_cause_holds(self) -> None:
+        kept: list[ValueError] = []
+
+        def fail(held: Held) -> None:
+            try:
+                self.log(kept, held)
+            except ValueError:
+                pass
+            raise MemoryError from kept[0]
+
+        self.gone(fail)
+        self.assertIsNone(kept[0].__traceback__)
+
+    def log(self, kept: list[ValueError], held: Held) -> None:
+        """Fails, and somebody keeps the error, as those do who report errors later."""
+        try:
+            raise ValueError
+        except ValueError as error:
+            kept.append(error)
+            raise
+
+    def test_what_a_cycle_holds(self) -> None:
+        def fail(held: Held) -> None:
+            held.itself = held  # type: ignore[attr-defined]
+            raise MemoryError
+
+        self.gone(fail, collector=True)
+
+    def test_what_earlier_parts_returned(self) -> None:
+        kept: list[weakref.ref[Held]] = []
+        alive: list[bool] = []
+
+        def step(rows: Rows) -> Held:
+            if len(rows.values) > 2:
+                raise MemoryError
+            if len(rows.values) == 2 and len(kept) == 1:
+                raise MemoryError
+            if len(rows.values) == 1:
+                alive.append(kept[0]() is not None)
+            result = Held()
+            kept.append(weakref.ref(result))
+            return result
+
+        cushion.retry(step, Rows(range(4)), split=cushion.split_batch)
+        self.assertEqual(alive, [False] * 4)
+
+    def test_what_it_held_when_it_gives_up(self) -> None:
+        seen: list[weakref.ref[Held]] = []
+
+        def step(_given: Held) -> None:
+            held = Held()
+            seen.append(weakref.ref(held))
+            raise MemoryError
+
+        given = Held()
+        seen_given = weakref.ref(given)
+        gc.disable()
+        self.addCleanup(gc.enable)
+        try:
+            cushion.retry(step, given)
+        except MemoryError:
+            # Still inside: the frames of the step are cleared, and those of the call are not ours.
+            self.assertEqual([ref() for ref in seen], [None] * 3)
+        del given
+        self.assertIsNone(seen_given(), "the error and its frames hold each other")
+
+    def test_what_the_caller_is_handling_stays(self) -> None:
+        def handled() -> None:
+            held = "still here"
+            raise KeyError("handled")
+
+        try:
+            handled()
+        except KeyError as error:
+            cushion.retry(failing(2))
+            self.assertEqual(frames(error)[-1].f_locals, {"held": "still here"})
+        else:
+            self.fail("nothing was handled")
+
+
+class Splitting(unittest.TestCase):
+    def test_in_twice_as_many_parts(self) -> None:
+        card = Card(2)
+        self.assertEqual(cushion.retry(card.step, Rows(range(8)), split=cushion.split_batch), sum(range(8)))
+        self.assertEqual(card.seen, [8, 4, 2, 2, 2, 2])
+
+    def test_until_parts_cannot_be_smaller(self) -> None:
+        card = Card(0)
+        with self.assertRaises(MemoryError):
+            cushion.retry(card.step, Rows(range(5)), split=cushion.split_batch)
+        # In 4 parts one has two rows; eight there cannot be, but five.
+        self.assertEqual(card.seen, [5, 2, 1, 1])
+        card.room = 1
+        self.assertEqual(cushion.retry(card.step, Rows(range(3)), split=cushion.split_batch), 3)
+
+    def test_all_parts_run_again(self) -> None:
+        seen: list[int] = []
+
+        def step(rows: Rows) -> None:
+            seen.append(len(rows.values))
+            if len(seen) in (1, 3):
+                raise MemoryError
+
+        cushion.retry(step, Rows(range(8)), split=cushion.split_batch)
+        self.assertEqual(seen, [8, 4, 4, 2, 2, 2, 2])
+
+    def test_a_split_of_one_s_own(self) -> None:
+        def halves(parts: int, names: list[str]) -> list[tuple[tuple[list[str]], dict[str, Any]]]:
+            if parts > 2:
+                raise cushion.CannotSplit("2 at most")
+            return [((names[:1],), {}), ((names[1:],), {})]
+
+        def step(names: list[str]) -> str:
+            if len(names) > 2:
+                raise MemoryError
+            return "+".join(names)
+
+        self.assertEqual(cushion.retry(step, ["a", "b", "c"], split=halves), ["a", "b+c"])
+        with self.assertRaises(MemoryError) as raised:
+            cushion.retry(step, list("abcdef"), split=halves)
+        if hasattr(raised.exception, "__notes__"):
+            self.assertIn("a part cannot be made smaller: 2 at most", raised.exception.__notes__[0])
+
+    def test_a_split_that_never_says_no(self) -> None:
+        asked: list[int] = []
+
+        def split(parts: int) -> list[tuple[tuple[()], dict[str, Any]]]:
+            asked.append(parts)
+            return [((), {})] * (len(asked) + 1)
+
+        with self.assertRaises(MemoryError):
+            cushion.retry(failing(1000), split=split)
+        self.assertEqual(len(asked), 30)
+
+    def test_an_error_in_a_split_passes(self) -> None:
+        with self.assertRaises(ZeroDivisionError):
+            cushion.retry(failing(1), split=lambda parts: 1 // 0)
+
+    def test_no_tensor_to_split(self) -> None:
+        for arguments in ((), (1, "two", None), (types.SimpleNamespace(shape=()),)):
+            with self.assertRaises(MemoryError):
+                cushion.retry(failing(1), *arguments, split=cushion.split_batch)
+        with self.assertRaises(MemoryError):
+            cushion.retry(failing(1), Rows([]), split=cushion.split_batch)
+
+    def test_what_is_split_and_what_is_whole(self) -> None:
+        Pair = namedtuple("Pair", "rows name")
+        whole = Rows(range(3))
+        arguments = (Rows(range(5)), [Rows(range(5, 10)), "text"], Pair(Rows(range(5)), "pair"), None, 3)
+        given = {"more": {"deep": Rows(range(5))}, "user": UserDict(rows=Rows(range(5))), "whole": whole}
+        parts = cushion.split_batch(2, *arguments, **given)
+        self.assertEqual(len(parts), 2)
+        for (args, kwargs), rows in zip(parts, ([0, 1], [2, 3, 4])):
+            self.assertEqual(args[0].values, rows)
+            self.assertEqual(args[1][0].values, [row + 5 for row in rows])
+            self.assertEqual(args[1][1], "text")
+            self.assertIsInstance(args[2], Pair)
+            self.assertEqual((args[2].rows.values, args[2].name), (rows, "pair"))
+            self.assertEqual(args[3:], (None, 3))
+            self.assertEqual(kwargs["more"]["deep"].values, rows)
+            self.assertIsInstance(kwargs["user"], UserDict)
+            self.assertEqual(kwargs["user"]["rows"].values, rows)
+            self.assertIs(kwargs["whole"], whole)
+            self.assertEqual(kwargs["share"], len(rows) / 5)
+        self.assertEqual(given["more"]["deep"].values, list(range(5)))
+
+    def test_parts_are_as_equal_as_can_be(self) -> None:
+        for length in range(1, 40):
+            for parts in (2, 4, 8, 16, 32):
+                split = [args[0].values for args, _ in cushion.split_batch(parts, Rows(range(length)))]
+                self.assertEqual(sum(split, []), list(range(length)))
+                self.assertEqual(len(split), min(parts, length))
+                self.assertLessEqual(max(map(len, split)) - min(map(len, split)), 1)
+
+    def test_no_such_dimension(self) -> None:
+        with self.assertRaisesRegex(ValueError, "dimension -1"):
+            cushion.split_batch.along(-1)
+        with self.assertRaisesRegex(cushion.CannotSplit, "dimension 2"):
+            cushion.split_batch.along(2)(2, Rows(range(4)))
+
+    def test_share_goes_to_those_who_take_it(self) -> None:
+        shares: list[Any] = []
+
+        def takes(rows: Rows, share: float = 1.0) -> None:
+            shares.append(share)
+            if len(rows.values) > 2:
+                raise MemoryError
+
+        def takes_anything(rows: Rows, **kwargs: Any) -> None:
+            shares.append(kwargs)
+            if len(rows.values) > 2:
+                raise MemoryError
+
+        cushion.retry(takes, Rows(range(3)), split=cushion.split_batch)
+        self.assertEqual(shares, [1.0, 1 / 3, 2 / 3])
+        shares.clear()
+        cushion.retry(takes, Rows(range(4)), share=0.5, split=cushion.split_batch)
+        self.assertEqual(shares, [0.25, 0.25])
+        shares.clear()
+        cushion.retry(takes_anything, Rows(range(3)), key=1, split=cushion.split_batch)
+        self.assertEqual(shares, [{"key": 1}] * 3)
+        shares.clear()
+        cushion.retry(takes_anything, Rows(range(4)), share=0.5, split=cushion.split_batch)
+        self.assertEqual(shares, [{"share": 0.25}] * 2)
+
+    def test_what_parts_return_is_one(self) -> None:
+        scalar = mock.Mock(shape=(), __radd__=lambda self, other: other, __add__=lambda self, other: "sum")
+        for results, expected in (
+            ([1, 2.5], 3.5),
+            ([None, None], None),
+            ([scalar, scalar], "sum"),
+            ([(1, None), (2, None)], (3, None)),
+            ([{"loss": 1, "rows": (1, 2)}, {"loss": 2, "rows": (3, 4)}], {"loss": 3, "rows": (4, 6)}),
+            (["a", "b"], ["a", "b"]),
+            ([1, None], [1, None]),
+            ([(1,), (1, 2)], [(1,), (1, 2)]),
+        ):
+            with self.subTest(results):
+                left = list(results)
+
+                def step(rows: Rows) -> Any:
+                    if len(rows.values) > 1:
+                        raise MemoryError
+                    return left.pop(0)
+
+                self.assertEqual(cushion.retry(step, Rows(range(2)), split=cushion.split_batch), expected)
+
+    def test_combine(self) -> None:
+        card = Card(2)
+        self.assertEqual(cushion.retry(card.step, Rows(range(4)), split=cushion.split_batch, combine=list), [1, 5])
+        one = object()
+        self.assertIs(cushion.retry(lambda: one, combine=lambda results: self.fail("of one part")), one)
+
+
+class Knowing(unittest.TestCase):
+    def seen(self, card: Card, length: int, width: int = 1) -> list[int]:
+        card.seen.clear()
+        cushion.retry(card.step, Rows(range(length), width), split=cushion.split_batch)
+        return list(card.seen)
+
+    def test_begins_below_what_failed(self) -> None:
+        card = Card(4)
+        self.assertEqual(self.seen(card, 16), [16, 8, 4, 4, 4, 4])
+        # 8 failed.
+        self.assertEqual(self.seen(card, 16), [4, 4, 4, 4])
+        self.assertEqual(self.seen(card, 8), [4, 4])
+        self.assertEqual(self.seen(card, 6), [6, 3, 3])
+        # 6 failed.
+        self.assertEqual(self.seen(card, 4), [4])
+        self.assertEqual(self.seen(card, 7), [3, 4])
+        self.assertEqual(self.seen(card, 40), [5] + [2, 3] * 8)
+
+    def test_size_is_elements(self) -> None:
+        card = Card(4)
+        self.seen(card, 8, width=10)
+        self.assertEqual(self.seen(card, 4, width=40), [1, 1, 1, 1])
+
+    def test_a_success_at_that_size_is_known_too(self) -> None:
+        card = Card(0)
+        with self.assertRaises(MemoryError):
+            self.seen(card, 4)
+        card.room = 100
+        # One row failed, and less there is not: it is tried, works, and the next call begins as a first one.
+        self.assertEqual(self.seen(card, 4), [1, 1, 1, 1])
+        self.assertEqual(self.seen(card, 4), [4])
+
+    def test_the_smallest_that_failed(self) -> None:
+        card = Card(0)
+        for length, width in ((4, 1), (1, 10)):
+            with self.assertRaises(MemoryError):
+                self.seen(card, length, width)
+        card.room = 100
+        self.assertEqual(self.seen(card, 4), [1, 1, 1, 1])
+
+    def test_the_part_that_failed(self) -> None:
+        card = Card(3)
+        self.assertEqual(self.seen(card, 7), [7, 3, 4, 1, 2, 2, 2])
+        # 4 failed, and 3 did not.
+        self.assertEqual(self.seen(card, 3), [3])
+
+    def test_methods_are_known_by_what_they_are_bound_to(self) -> None:
+        small, large = Card(2), Card(100)
+        self.seen(small, 8)
+        self.assertEqual(self.seen(large, 8), [8])
+        self.assertEqual(self.seen(small, 8), [2, 2, 2, 2])
+
+    def test_nothing_is_kept_alive(self) -> None:
+        card = Card(2)
+        self.seen(card, 8)
+        gone = weakref.ref(card)
+        del card
+        self.assertIsNone(gone())
+
+    def test_steps_that_cannot_be_known(self) -> None:
+        class Unhashable(Card):
+            __hash__ = None  # type: ignore[assignment]
+
+        card = Unhashable(4)
+        for _ in range(2):
+            self.assertEqual(self.seen(card, 8), [8, 4, 4])
+
+    def test_nothing_is_known_without_a_split(self) -> None:
+        card = Card(4)
+        with self.assertRaises(MemoryError):
+            cushion.retry(card.step, Rows(range(8)))
+        self.assertEqual(self.seen(card, 8), [8, 4, 4])
+
+    def test_nothing_is_known_without_tensors(self) -> None:
+        seen: list[int] = []
+
+        def step(names: str) -> None:
+            seen.append(len(names))
+            if len(names) > 1:
+                raise MemoryError
+
+        def letters(parts: int, names: str) -> list[tuple[tuple[str], dict[str, Any]]]:
+            return [((name,), {}) for name in names]
+
+        for _ in range(2):
+            cushion.retry(step, "ab", split=letters)
+        self.assertEqual(seen, [2, 1, 1] * 2)
+
+    def test_signatures_are_looked_at_once(self) -> None:
+        card = Card(4)
+        with mock.patch.object(_retry, "_takes_share", wraps=_retry._takes_share) as looked:
+            self.seen(card, 4)
+            looked.assert_not_called()
+            self.seen(card, 8)
+            self.seen(card, 8)
+        looked.assert_called_once()
+
+
+class Decorating(unittest.TestCase):
+    def test_with_and_without_options(self) -> None:
+        card = Card(2)
+
+        @cushion.retry()
+        def plain(value: int) -> int:
+            """What it does."""
+            return value + 1
+
+        @cushion.retry(split=cushion.split_batch)
+        def split(rows: Rows) -> int:
+            return card.step(rows)
+
+        self.assertEqual((plain(1), plain.__name__, plain.__doc__), (2, "plain", "What it does."))
+        self.assertEqual(split(Rows(range(4))), 6)
+        self.assertEqual(split.stats(), {"calls": 1, "retried": 1, "tries": 2, "split": 1, "gave_up": 0})
+        self.assertEqual(plain.stats(), {"calls": 1, "retried": 0, "tries": 1, "split": 0, "gave_up": 0})
+
+    def test_knows_and_forgets(self) -> None:
+        card = Card(2)
+
+        @cushion.retry(split=cushion.split_batch)
+        def step(rows: Rows) -> int:
+            return card.step(rows)
+
+        for _ in range(2):
+            step(Rows(range(4)))
+        self.assertEqual(card.seen, [4, 2, 2, 2, 2])
+        card.seen.clear()
+        step.forget()
+        step(Rows(range(4)))
+        self.assertEqual(card.seen, [4, 2, 2])
+
+    def test_methods(self) -> None:
+        class Trainer:
+            def __init__(self) -> None:
+                self.card = Card(2)
+
+            @cushion.retry(split=cushion.split_batch)
+            def step(self, rows: Rows, share: float = 1.0) -> float:
+                self.card.step(rows)
+                return share
+
+        trainer = Trainer()
+        self.assertEqual(trainer.step(Rows(range(4))), 1.0)
+        self.assertEqual(trainer.card.seen, [4, 2, 2])
+        self.assertEqual(trainer.step.stats()["split"], 1)  # type: ignore[attr-defined]
+
+
+class Counting(unittest.TestCase):
+    def test_what_is_counted(self) -> None:
+        for expected, call in (
+            ({"calls": 1, "tries": 1}, lambda: cushion.retry(lambda: None)),
+            ({"calls": 1, "tries": 3, "retried": 1}, lambda: cushion.retry(failing(2))),
+            ({"calls": 1, "tries": 3, "retried": 1, "gave_up": 1}, lambda: cushion.retry(failing(9))),
+            ({"calls": 1, "tries": 1, "gave_up": 1}, lambda: cushion.retry(failing(9), tries=1)),
+            ({"calls": 1, "tries": 1}, lambda: cushion.retry(lambda: 1 / 0)),
+            (
+                {"calls": 1, "tries": 3, "retried": 1, "gave_up": 1},
+                lambda: cushion.retry(Card(0).step, Rows(range(4)), split=cushion.split_batch),
+            ),
+            (
+                {"calls": 1, "tries": 3, "retried": 1, "split": 1},
+                lambda: cushion.retry(Card(2).step, Rows(range(8)), split=cushion.split_batch),
+            ),
+        ):
+            before = cushion.retry_stats()
+            try:
+                call()
+            except (MemoryError, ZeroDivisionError):
+                pass
+            self.assertEqual(difference(before), expected)
+
+    def test_from_many_threads(self) -> None:
+        card = Card(4)
+        results: list[int] = []
+        before = cushion.retry_stats()
+
+        @cushion.retry(split=cushion.split_batch)
+        def step(rows: Rows) -> int:
+            if len(rows.values) > 4:
+                raise MemoryError
+            return sum(rows.values)
+
+        def work() -> None:
+            for _ in range(50):
+                results.append(step(Rows(range(16))))
+                results.append(cushion.retry(card.step, Rows(range(16)), split=cushion.split_batch))
+
+        threads = [threading.Thread(target=work) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        self.assertEqual(results, [sum(range(16))] * 800)
+        counted = difference(before)
+        self.assertEqual((counted["calls"], counted["split"]), (800, 800))
+        self.assertEqual((step.stats()["calls"], step.stats()["split"]), (400, 400))
+
+
+class Simulated(StandinCase):
+    def test_memory_of_a_simulated_device(self) -> None:
+        from cushion import _cushion
+
+        cushion.simulate("64MiB")
+        kept = [_cushion.allocate(40 * MIB)]
+
+        def step() -> int:
+            return _cushion.allocate(40 * MIB)
+
+        with self.assertRaises(MemoryError):
+            cushion.retry(step)
+        address = cushion.retry(step, reset=lambda: kept and _cushion.deallocate(kept.pop()))
+        _cushion.deallocate(address)
+        self.assertEqual(cushion.retry_stats()["gave_up"], 1)
+
+
+class WithTorch(TorchCase):
+    """On the CPU: nothing here is about an allocator."""
+
+    policy = None
+
+    def model(self) -> Any:
+        import torch
+
+        torch.manual_seed(0)
+        layers = (torch.nn.Linear(6, 9), torch.nn.Tanh(), torch.nn.Linear(9, 2))
+        return torch.nn.Sequential(*layers).double()
+
+    def test_gradients_of_parts_add_up(self) -> None:
+        torch = self.install()
+        model = self.model()
+        inputs, targets = torch.randn(11, 6).double(), torch.randn(11, 2).double()
+        room = 11
+
+        def step(inputs: Any, targets: Any, share: float = 1.0) -> Any:
+            loss = torch.nn.functional.mse_loss(model(inputs), targets) * share
+            loss.backward()
+            # After the fact: what was added to the gradients has to be taken back.
+            if len(inputs) > room:
+                raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
+            return loss.detach()
+
+        whole = cushion.retry(step, inputs, targets, split=cushion.split_batch, reset=model.zero_grad)
+        expected = [parameter.grad.clone() for parameter in model.parameters()]
+        for room in (6, 5, 3, 2, 1):
+            with self.subTest(room):
+                model.zero_grad()
+                loss = cushion.retry(step, inputs, targets, split=cushion.split_batch, reset=model.zero_grad)
+                torch.testing.assert_close(loss, whole)
+                torch.testing.assert_close([parameter.grad for parameter in model.parameters()], expected)
+
+    def test_outputs_are_joined_by_those_who_know_how(self) -> None:
+        torch = self.install()
+        model = self.model()
+        inputs = torch.randn(11, 6).double()
+
+        @torch.no_grad()
+        def infer(inputs: Any) -> Any:
+            if len(inputs) > 3:
+                raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
+            return model(inputs)
+
+        outputs = cushion.retry(infer, inputs, split=cushion.split_batch, combine=torch.cat)
+        torch.testing.assert_close(outputs, model(inputs).detach())
+        self.assertEqual(len(cushion.retry(infer, inputs, split=cushion.split_batch)), 4)
+        # A module takes whatever its forward() takes, which is no `share`.
+        self.assertEqual(cushion.retry(model, inputs, split=cushion.split_batch).shape, (11, 2))
+
+    def test_along_another_dimension(self) -> None:
+        torch = self.install()
+
+        def step(inputs: Any) -> Any:
+            if inputs.shape[1] > 2:
+                raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
+            return inputs.sum()
+
+        inputs = torch.arange(20.0).reshape(4, 5)
+        self.assertEqual(cushion.retry(step, inputs, split=cushion.split_batch.along(1)), inputs.sum())
+
+    def test_random_numbers_begin_again(self) -> None:
+        torch = self.install()
+        drawn: list[Any] = []
+
+        def step() -> None:
+            drawn.append(torch.rand(3).tolist())
+            if len(drawn) % 2:
+                raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
+
+        cushion.retry(step)
+        self.assertEqual(drawn[0], drawn[1])
+        cushion.retry(step, rng=False)
+        self.assertNotEqual(drawn[2], drawn[3])
+        self.assertIs(torch.cuda.is_initialized(), False)
+
+    def test_random_numbers_of_the_gpu_begin_again(self) -> None:
+        torch = self.install()
+        torch.cuda.init()
+        torch.cuda.manual_seed(5)
+        states: list[Any] = []
+
+        def step() -> None:
+            states.append(torch.cuda.get_rng_state().tolist())
+            torch.cuda.manual_seed(7)
+            if len(states) % 2:
+                raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
+
+        cushion.retry(step)
+        self.assertEqual(states[0], states[1])
+
+    def test_its_error_says_that_memory_ran_out(self) -> None:
+        torch = self.install()
+        self.assertIs(cushion.is_out_of_memory(torch.cuda.OutOfMemoryError("anything")), True)
+
+    def test_cpu_memory(self) -> None:
+        torch = self.install()
+        held: list[Any] = []
+
+        def step() -> None:
+            if held:
+                self.assertIsNone(held[0]())
+                return
+            tensor = torch.ones(8, requires_grad=True)
+            graph = (tensor * 2).sum()
+            held.append(weakref.ref(graph))
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
+
+        cushion.retry(step)
+
+
+class Refused(TorchCase):
+    """Over the stand-ins, with Cushion: memory that really runs out."""
+
+    changes = {"STANDIN_CAPACITY": str(512 * MIB)}
+
+    def test_a_batch_that_does_not_fit(self) -> None:
+        torch = self.install()
+        seen: list[int] = []
+
+        def step(rows: Any) -> int:
+            seen.append(len(rows))
+            first = torch.empty(len(rows) * 64 * MIB, dtype=torch.uint8, device="cuda")
+            second = torch.empty(len(rows) * 64 * MIB, dtype=torch.uint8, device="cuda")
+            return len(rows)
+
+        for _ in range(2):
+            self.assertEqual(cushion.retry(step, torch.zeros(8, 3), split=cushion.split_batch), 8)
+        self.assertEqual(seen, [8, 4, 4, 4, 4])
+        self.assertEqual(torch.cuda.memory_allocated(), 0)
+
+    def test_what_the_failed_try_held_is_there_for_the_next(self) -> None:
+        # Also what it cached: with 300 MiB of its 400 in use again, 200 more there would not be.
+        torch = self.install()
+        sizes = [400, 300]
+
+        def step() -> None:
+            size = sizes.pop(0)
+            first = torch.empty(size * MIB, dtype=torch.uint8, device="cuda")
+            second = torch.empty(200 * MIB, dtype=torch.uint8, device="cuda")
+
+        cushion.retry(step)
+        self.assertEqual(torch.cuda.memory_allocated(), 0)
+
+
+if __name__ == "__main__":
+    unittest.main()
