@@ -39,8 +39,8 @@ def gather_settings(
     """The settings from arguments and variables; ValueError names the one that is no good."""
 
 def start(settings: Settings) -> str:
-    """Makes `settings` those of every device; returns the name of what is raised when memory runs out. ValueError if the
-    file for receipts cannot be opened."""
+    """Makes `settings` those of every device; returns the name of what is raised when memory runs out. ValueError if
+    the file for receipts cannot be opened."""
 
 def simulate(size: str) -> None:
     """Devices are simulated from now on, each of this size: `16GiB`, `8GB` or a number of bytes. ValueError if it is no

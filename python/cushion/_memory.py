@@ -41,8 +41,8 @@ class Memory:
         return {"shape": (self._nbytes,), "typestr": "|u1", "data": (self._address, False), "version": 3}
 
     def tensor(self, dtype: Any = None) -> Any:
-        """A tensor of one dimension over this memory, which it keeps; `float32` if no dtype is given. Bytes past the last
-        whole element are left out."""
+        """A tensor of one dimension over this memory, which it keeps; `float32` if no dtype is given. Bytes past the
+        last whole element are left out."""
         torch = _tensors.torch_with_gpu("Memory.tensor()")
         dtype = _tensors.dtype_of(torch, dtype)
         size = dtype.itemsize if hasattr(dtype, "itemsize") else torch.empty(0, dtype=dtype).element_size()
@@ -134,11 +134,11 @@ def _wanted(size: str | int, dtype: Any) -> tuple[int, Callable[[Memory], Any]]:
 def allocate_tensor(
     elements: int, *, min_elements: int = 1, factor: float = 0.7, dtype: Any = None, device: Any = None
 ) -> Any:
-    """A tensor of one dimension, not filled: of `elements` elements, or of as many as fit. `tensor.numel()` says how many;
-    fewer than asked for is a warning of the logger `cushion`, too.
+    """A tensor of one dimension, not filled: of `elements` elements, or of as many as fit. `tensor.numel()` says how
+    many; fewer than asked for is a warning of the logger `cushion`, too.
 
-    Where it does not fit, `factor` times as many are tried, and so on down to `min_elements`. Only the first try waits for
-    memory that others may give back.
+    Where it does not fit, `factor` times as many are tried, and so on down to `min_elements`. Only the first try waits
+    for memory that others may give back.
 
     :raises torch.OutOfMemoryError: if `min_elements` do not fit
     """
@@ -165,8 +165,8 @@ def largest(
     *,
     first_budget_ms: float | None = None,
 ) -> _T:
-    """What `make` makes of `count`, or of the first smaller number that fits. `smaller` is told the number that did not,
-    and how many tries there were; nothing ends it."""
+    """What `make` makes of `count`, or of the first smaller number that fits. `smaller` is told the number that did
+    not, and how many tries there were; nothing ends it."""
     asked, tries = count, 0
     _cushion.expect_refusals(True)
     try:
@@ -185,16 +185,9 @@ def largest(
             count = following
     except BaseException as failed:
         _cushion.expect_refusals(False)
-        give_up(failed)
+        _receipts.refuse_after_all(str(failed))
         raise
     _cushion.expect_refusals(False)
     if count < asked:
         logger.warning("asked for %d elements, got %d: the largest of %d tries that fits", asked, count, tries + 1)
     return made
-
-
-def give_up(error: BaseException) -> None:
-    """A refusal that was expected is the end after all."""
-    receipt = _receipts.receipt_of(error)
-    if receipt is not None:
-        _cushion.refuse_after_all(receipt.device, receipt.number)

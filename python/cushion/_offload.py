@@ -1,7 +1,7 @@
 """Offloading: tensors that may leave the GPU when memory runs out, and come back when they are needed.
 
-A tensor keeps its place in the program: only the memory behind it goes, so that views of it, and optimizers that hold it,
-see the same numbers when it is back. Whoever uses it while it is away gets PyTorch's error for a tensor without
+A tensor keeps its place in the program: only the memory behind it goes, so that views of it, and optimizers that hold
+it, see the same numbers when it is back. Whoever uses it while it is away gets PyTorch's error for a tensor without
 memory."""
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Offloader:
         return sum(size for _, size, _, _ in list(self._away))
 
     def away(self, at_least: int | None = None, device: int | None = None, seconds: float | None = None) -> int:
-        """Moves tensors to the host, in the order they are named, until `at_least` bytes are free or the time is up; all of
-        them if neither is given. Returns the bytes that became free."""
+        """Moves tensors to the host, in the order they are named, until `at_least` bytes are free or the time is up;
+        all of them if neither is given. Returns the bytes that became free."""
         with self._lock:
             if self._busy or self._kept:
                 return 0
@@ -175,9 +175,9 @@ def offloader(named: Named | None = None, priority: int = 0, *, budget_ms: int |
         with optimizer_state:             # back on the GPU, and there to stay until the block ends
             optimizer.step()
 
-    The function names the tensors, in a mapping, a list, or nested; it is called each time. Name what the work under way
-    does not need: the state of the optimizer, averaged weights, another model. They go to pinned host memory, as many
-    as are needed, and come back by `with`, or by `optimizer_state.back()`.
+    The function names the tensors, in a mapping, a list, or nested; it is called each time. Name what the work under
+    way does not need: the state of the optimizer, averaged weights, another model. They go to pinned host memory, as
+    many as are needed, and come back by `with`, or by `optimizer_state.back()`.
 
     :param priority: offloaders and other callbacks of higher priority are asked first
     :param budget_ms: how long it may take, as for `on_shortage`

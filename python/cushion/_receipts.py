@@ -120,9 +120,7 @@ def from_json(text: str) -> Receipt:
         seconds=raw["took"],
         who=raw["who"],
         injected=shortage["injected"],
-        tried=tuple(
-            Tried(it["rung"], it["ended"], it["won"], it["seconds"], it["times"]) for it in shortage["tried"]
-        ),
+        tried=tuple(Tried(it["rung"], it["ended"], it["won"], it["seconds"], it["times"]) for it in shortage["tried"]),
         answers=tuple(
             Answer(it["callback"], it.get("said"), it.get("failed"), it["won"], it["seconds"], it["switched_off"])
             for it in raw["answers"]
@@ -153,6 +151,13 @@ def receipt_of(error: BaseException) -> Receipt | None:
         return None
     text = _cushion.receipt(int(found[2]), int(found[1]))
     return None if text is None else from_json(text)
+
+
+def refuse_after_all(text: str) -> None:
+    """A refusal that was expected, with this text, is the end: the program's last calls are made."""
+    found = _NUMBER.search(text)
+    if found is not None:
+        _cushion.refuse_after_all(int(found[2]), int(found[1]))
 
 
 def out_of_memory_class() -> type[BaseException]:

@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple, NoReturn, ParamSpec, Protocol, TypeVar, cast, overload
 
-from . import _cushion, _log
+from . import _cushion, _log, _receipts
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -33,6 +33,8 @@ Split = Callable[..., Sequence[Arguments]]
 TEXTS = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
 # Twice as many parts, so often, are more than any batch has rows: a split that never says no comes to an end, too.
 MOST_SPLITS = 30
+# After so many calls in smaller parts the whole is tried again.
+FIRST_PATIENCE = 128
 # Their work is done after they are called, where nobody would see it fail.
 LATER = (types.CoroutineType, types.GeneratorType, types.AsyncGeneratorType)
 
@@ -152,20 +154,32 @@ def _add_up(results: list[Any]) -> Any:
 
 class _Known:
     """What retry knows of a step that may be split: the smallest size that was out of memory, and whether it has a
-    parameter `share`; neither until it was needed."""
+    parameter `share`; neither until it was needed.
+
+    A shortage may pass. So what was too large is tried again after a while, each time after twice as long: a step that
+    never fits again loses less and less by it."""
 
     def __init__(self) -> None:
         self.too_large: int | None = None
         self.takes_share: bool | None = None
+        self._calm = 0
+        self._patience = FIRST_PATIENCE
 
     def failed(self, size: int) -> None:
         # Without tensors there is no size to know again.
         if size > 0:
             self.too_large = size if self.too_large is None else min(self.too_large, size)
+            self._calm = 0
 
     def worked(self, size: int) -> None:
-        if self.too_large is not None and size >= self.too_large:
-            self.too_large = None
+        if self.too_large is None:
+            return
+        self._calm += 1
+        if size >= self.too_large:
+            self.too_large, self._patience = None, FIRST_PATIENCE
+        elif self._calm >= self._patience:
+            self.too_large, self._calm = None, 0
+            self._patience *= 2
 
 
 def _takes_share(step: Callable[..., Any]) -> bool:
@@ -224,19 +238,6 @@ def retry_stats() -> dict[str, int]:
 
 
 # ---- what allocators are told ----
-
-
-def _expect_refusals(expected: bool) -> None:
-    """Whether somebody on this thread will try again after a refusal. Calls nest."""
-    tell = getattr(_cushion, "expect_refusals", None)
-    if tell is not None:
-        tell(expected)
-
-
-def _refusal_is_final(text: str) -> None:
-    tell = getattr(_cushion, "refusal_is_final", None)
-    if tell is not None:
-        tell(text)
 
 
 def _give_back_cached() -> None:
@@ -406,13 +407,13 @@ def _name(step: Callable[..., Any]) -> str:
 
 def _run(run: _Run, counts: _Counts | None) -> Any:
     begun = time.perf_counter()
-    _expect_refusals(True)
+    _cushion.expect_refusals(True)
     try:
         return run.result()
     finally:
-        _expect_refusals(False)
+        _cushion.expect_refusals(False)
         if run.refused is not None:
-            _refusal_is_final(run.refused)
+            _receipts.refuse_after_all(run.refused)
         _totals.add(run)
         if counts is not None:
             counts.add(run)

@@ -33,11 +33,11 @@ def on_shortage(
 def on_shortage(function: Any = None, priority: int = 0, *, budget_ms: int | None = None) -> Any:
     """Calls `function(device, bytes, seconds_left)` when memory runs out, before an allocation waits or is refused.
 
-    It may free, offload, call `torch.cuda.empty_cache()` and even allocate; what it allocates asks no callbacks and never
-    waits. Those of higher priority are called first, until the request can be served. It runs on the thread that is
-    short of memory, which may be one of PyTorch's for gradients, and never twice at once. What it returns and what it
-    raises is in the receipt, and ends nothing. One that takes longer than `seconds_left` is not called again until it
-    is given to `on_shortage` once more.
+    It may free, offload, call `torch.cuda.empty_cache()` and even allocate; what it allocates asks no callbacks and
+    never waits. Those of higher priority are called first, until the request can be served. It runs on the thread that
+    is short of memory, which may be one of PyTorch's for gradients, and never twice at once. What it returns and what
+    it raises is in the receipt, and ends nothing. One that takes longer than `seconds_left` is not called again until
+    it is given to `on_shortage` once more.
 
     Works as a decorator, with or without arguments. A function given again takes the place of itself.
 
@@ -149,8 +149,8 @@ class inject:  # noqa: N801
         with cushion.inject("every=1000"):
             train()
 
-    The rules take the place of those before, on every device and for every thread. The variable `CUSHION_INJECT` does the
-    same with no change to the program.
+    The rules take the place of those before, on every device and for every thread. The variable `CUSHION_INJECT` does
+    the same with no change to the program.
 
     :raises ValueError: if they cannot be read
     """

@@ -105,7 +105,7 @@ def get_retry_count() -> int:
     """How often an allocation was tried again: by these calls after a delay, and by the allocator itself, on all
     devices, after memory had been given back."""
     by_itself = sum(_cushion.memory_stats(device)["num_alloc_retries"] for device in _cushion.devices_in_use())
-    return _retries.count + by_itself
+    return _retries.count + int(by_itself)
 
 
 class _Retries:

@@ -160,16 +160,17 @@ class Readme(support.TorchCase):
         with self.assertRaisesRegex(ValueError, "no live allocation starts at"):
             allocator.deallocate(plain)
 
+    @support.process(OOM_MAX_RETRIES="2", OOM_DELAY_MS="1", OOM_SIZE_FACTOR="0.5")
     def test_out_of_memory(self) -> None:
         import torch
 
         import custom_cuda_allocator as door
 
         allocator = door.CUDAAllocator()
-        for call in (lambda: allocator.allocate(64 * GIB), lambda: door.allocate_tensor(16 * GIB)):
+        for call in (lambda: allocator.allocate(64 * GIB), lambda: door.allocate_tensor(64 * GIB)):
             with self.assertRaisesRegex(torch.cuda.OutOfMemoryError, "Tried to allocate 64.00 GiB"):
                 call()
-        self.assertEqual(door.get_memory_stats()["oom_count"], 2)
+        self.assertEqual(door.get_memory_stats()["oom_count"], 6)
 
     def test_retries_are_counted(self) -> None:
         import torch

@@ -225,8 +225,8 @@ class Running(unittest.TestCase):
     def test_tells_cushion(self) -> None:
         said: list[Any] = []
         with (
-            mock.patch.object(_retry, "_expect_refusals", lambda expected: said.append(expected)),
-            mock.patch.object(_retry, "_refusal_is_final", lambda text: said.append(text)),
+            mock.patch.object(_retry._cushion, "expect_refusals", lambda expected: said.append(expected)),
+            mock.patch.object(_retry._receipts, "refuse_after_all", lambda text: said.append(text)),
         ):
             cushion.retry(failing(2))
             self.assertEqual(said, [True, False])
@@ -673,6 +673,22 @@ class Decorating(unittest.TestCase):
         step.forget()
         step(Rows(range(4)))
         self.assertEqual(card.seen, [4, 2, 2])
+
+    def test_the_whole_is_tried_again_after_a_while_and_less_and_less(self) -> None:
+        card = Card(2)
+
+        @cushion.retry(split=cushion.split_batch)
+        def step(rows: Rows) -> int:
+            return card.step(rows)
+
+        for _ in range(128 + 256 + 512):
+            step(Rows(range(4)))
+        self.assertEqual(card.seen.count(4), 3)
+        # The shortage has passed: the next time it is tried, it fits, and stays.
+        card.room = 4
+        for _ in range(1024 + 10):
+            step(Rows(range(4)))
+        self.assertEqual(card.seen[-2:], [4, 4])
 
     def test_methods(self) -> None:
         class Trainer:

@@ -24,6 +24,7 @@ OPTIONS = {
     "wait_factor": "1.5",
     "wait_ceiling_ms": "10",
     "max_tries": "9",
+    "callback_ms": "70",
     "skip_rungs": "borrow+wait",
     "spill_limit_mb": "1024",
     "spill_over_mb": "64",
@@ -77,6 +78,14 @@ class Variables(unittest.TestCase):
         self.assertEqual((settings.policy, settings.log), ("expandable", True))
         self.assertIn("max_split_size_mb:80", settings.conf)
         self.assertFalse(gather({"CUSHION_LOG": "0"}).log)
+
+    def test_receipts_and_injected_failures(self) -> None:
+        settings = gather({"CUSHION_RECEIPTS": "a.jsonl", "CUSHION_INJECT": "every=9"})
+        self.assertEqual((settings.receipts, settings.inject), ("a.jsonl", "every=9"))
+        settings = gather({"CUSHION_RECEIPTS": "a", "CUSHION_INJECT": "every=9"}, receipts="b", inject="")
+        self.assertEqual((settings.receipts, settings.inject), ("b", None))
+        with self.assertRaisesRegex(ValueError, "^inject: `x` is no rule"):
+            gather(inject="x")
 
     def test_pytorch_s_own(self) -> None:
         for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):

@@ -359,9 +359,7 @@ class Receipts(Simulated):
         (group,) = error.receipt.groups
         self.assertRegex(group.stack[0], r"test_shortage\.py:\d+ makes_the_large_one$")
         self.assertRegex(error.receipt.stack[0], r"test_shortage\.py:\d+ refused$")
-        self.assertRegex(
-            str(error), r"900\.00 MiB in 1 allocation of 900\.00 MiB, made at .*makes_the_large_one from "
-        )
+        self.assertRegex(str(error), r"900\.00 MiB in 1 allocation of 900\.00 MiB, made at .*makes_the_large_one from ")
         self.assertNotIn("names the lines", str(error))
 
     def test_the_log_has_one_warning_for_each_shortage(self) -> None:
@@ -385,9 +383,7 @@ class Receipts(Simulated):
         self.cushion.on_shortage(lambda *_: held and self.engine.deallocate(held.pop()))
         self.engine.allocate(600 * MIB)
         stats = self.cushion.stats()
-        self.assertEqual(
-            (stats["shortages"], stats["shortages_survived"], stats["shortages_refused"]), (2, 1, 1)
-        )
+        self.assertEqual((stats["shortages"], stats["shortages_survived"], stats["shortages_refused"]), (2, 1, 1))
         self.assertGreater(stats["shortage_seconds"], 0)
         self.assertEqual((stats["waiting"], stats["spilled_bytes"], stats["receipts_lost"]), (0, 0, 0))
 

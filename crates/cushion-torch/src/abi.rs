@@ -10,6 +10,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use cushion::core::{PoolId, StreamId};
 
+use crate::callbacks;
 use crate::function::{self, StdFunction};
 use crate::plugin;
 use crate::throw::{self, Failure};
@@ -50,6 +51,7 @@ pub extern "C-unwind" fn cushion_alloc(
     stream: *mut c_void,
 ) -> *mut c_void {
     let address = guarded(|| plugin::alloc(size as u64, device.into(), stream_id(stream)));
+    callbacks::pass_on_interrupt();
     pointer(or_throw(address))
 }
 

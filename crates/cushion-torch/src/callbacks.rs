@@ -5,7 +5,7 @@
 
 use std::cell::Cell;
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -105,10 +105,7 @@ fn ask(function: &Py<PyAny>, plea: &Plea) -> Reply {
             Ok(None) => Reply::Nothing,
             Ok(Some(text)) => Reply::Said(text),
             Err(error) => {
-                if error.is_instance_of::<PyKeyboardInterrupt>(py) {
-                    // It was meant for the program.
-                    interrupt();
-                }
+                note_interrupt(py, &error);
                 Reply::Failed(receipts::explain(py, &error))
             }
         }
@@ -121,10 +118,25 @@ fn ask(function: &Py<PyAny>, plea: &Plea) -> Reply {
     })
 }
 
-/// The main thread raises `KeyboardInterrupt` when it runs Python next.
-fn interrupt() {
-    // SAFETY: it has no precondition while the interpreter runs, as it does: a function of it just did.
-    unsafe { pyo3::ffi::PyErr_SetInterrupt() };
+/// Whether Ctrl-C was pressed while a function of Python's ran here: it was meant for the program.
+static INTERRUPTED: AtomicBool = AtomicBool::new(false);
+
+fn note_interrupt(py: Python<'_>, error: &PyErr) {
+    if error.is_instance_of::<PyKeyboardInterrupt>(py) {
+        INTERRUPTED.store(true, Ordering::Relaxed);
+    }
+}
+
+/// The program gets its Ctrl-C, if a function that was called here got it: the main thread raises
+/// `KeyboardInterrupt` when it runs Python next. Called last of all, so that no other function here gets it again.
+pub(crate) fn pass_on_interrupt() {
+    if INTERRUPTED.load(Ordering::Relaxed)
+        && INTERRUPTED.swap(false, Ordering::Relaxed)
+        && gil::is_running()
+    {
+        // SAFETY: it has no precondition while the interpreter runs.
+        unsafe { pyo3::ffi::PyErr_SetInterrupt() };
+    }
 }
 
 // ---- before a refusal ----
@@ -203,9 +215,7 @@ pub(crate) fn call_last(receipt: &Receipt) {
         let called: Vec<_> = last_calls().iter().map(|(_, call)| call.clone_ref(py)).collect();
         for call in called {
             if let Err(error) = call.call1(py, (&text,)) {
-                if error.is_instance_of::<PyKeyboardInterrupt>(py) {
-                    interrupt();
-                }
+                note_interrupt(py, &error);
                 error.write_unraisable(py, Some(call.bind(py)));
             }
         }

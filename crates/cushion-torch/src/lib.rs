@@ -193,23 +193,27 @@ mod _cushion {
     #[pyo3(signature = (bytes, device=0, stream=0))]
     fn allocate(py: Python<'_>, bytes: u64, device: i64, stream: u64) -> PyResult<u64> {
         let context = recorder::context(Level::State);
-        py.detach(|| {
+        let served = py.detach(|| {
             usable(device)?;
             Ok::<_, PyErr>(plugin::alloc_for(bytes, device, StreamId(stream), context))
-        })?
-        .map_err(|failure| raised(py, failure))
+        })?;
+        let served = served.map_err(|failure| raised(py, failure));
+        super::callbacks::pass_on_interrupt();
+        served
     }
 
     /// Prepares memory: afterwards a request of `bytes` bytes on `stream` needs nothing from the driver.
     #[pyfunction]
     #[pyo3(signature = (bytes, device=0, stream=0))]
     fn prefetch(py: Python<'_>, bytes: u64, device: i64, stream: u64) -> PyResult<()> {
-        py.detach(|| {
+        let prepared = py.detach(|| {
             let engine = usable(device)?;
             let prepared = engine.prefetch(bytes, StreamId(stream));
             Ok::<_, PyErr>(prepared.map_err(|error| refusal::refused(device, &error)))
-        })?
-        .map_err(|failure| raised(py, failure))
+        })?;
+        let prepared = prepared.map_err(|failure| raised(py, failure));
+        super::callbacks::pass_on_interrupt();
+        prepared
     }
 
     /// As `allocate`, and no thread waits: calls `done(address, None, False)` when it is served, and

@@ -1,0 +1,388 @@
+"""What a program of PyTorch's can do about shortages, over the stand-ins for CUDA."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import re
+import subprocess
+import threading
+import time
+import unittest
+from typing import Any
+
+import support
+from support import GIB, MIB, Standin
+
+
+class Shortage(support.TorchCase):
+    def empty(self, size: int) -> Any:
+        import torch
+
+        return torch.empty(size, dtype=torch.uint8, device="cuda")
+
+    def refused(self, size: int) -> Any:
+        import torch
+
+        with self.assertRaises(torch.cuda.OutOfMemoryError) as raised:
+            self.empty(size)
+        return raised.exception
+
+    # ---- receipts and messages ----
+
+    def test_the_exception_has_its_receipt(self) -> None:
+        self.install()
+        kept = self.empty(900 * MIB)
+        error = self.refused(200 * MIB)
+        self.assertEqual((error.receipt.number, error.receipt.requested), (1, 200 * MIB))
+        import cushion
+
+        self.assertEqual([str(it) for it in cushion.receipts()], [str(error.receipt)])
+        import torch
+
+        self.assertIsNone(torch.cuda.OutOfMemoryError("somebody else's").receipt)
+        del kept
+
+    def test_who_holds_the_memory(self) -> None:
+        torch = self.install()
+        torch.cuda.memory._record_memory_history()
+
+        def a_large_layer() -> Any:
+            return self.empty(700 * MIB)
+
+        kept = [a_large_layer(), self.empty(100 * MIB)]
+        text = str(self.refused(300 * MIB))
+        self.assertRegex(
+            text,
+            r"\n  700\.00 MiB in 1 allocation of 700\.00 MiB, made at \S+torch\.py:\d+ empty from \S+ a_large",
+        )
+        self.assertIn("100.00 MiB in 1 allocation", text)
+        del kept
+
+    def remedies(self, error: Any) -> list[str]:
+        return re.findall(r"\n  \d\. (.*)", str(error))
+
+    def test_a_larger_fraction_is_named_and_helps(self) -> None:
+        torch = self.install()
+        torch.cuda.set_per_process_memory_fraction(0.5)
+        kept = self.empty(400 * MIB)
+        for size in (200 * MIB, 600 * MIB):
+            named = re.search(r"set_per_process_memory_fraction\((.*?)\)", self.remedies(self.refused(size))[0])
+            assert named is not None
+            torch.cuda.set_per_process_memory_fraction(float(named[1]))
+            self.empty(size)
+            torch.cuda.empty_cache()
+            torch.cuda.set_per_process_memory_fraction(0.5)
+        del kept
+
+    def test_host_memory_is_named_and_helps(self) -> None:
+        self.install()
+        kept = self.empty(900 * MIB)
+        *_, last = self.remedies(self.refused(500 * MIB))
+        named = re.search(r"CUSHION_SPILL_LIMIT_MB=(\d+)", last)
+        assert named is not None
+        self.install(conf=f"spill_limit_mb:{named[1]}")
+        spilled = self.empty(500 * MIB)
+        import cushion
+
+        self.assertEqual(cushion.stats()["spilled_bytes"], 500 * MIB)
+        self.assertEqual(cushion.receipts()[-1].survived_by, "spill")
+        del kept, spilled
+
+    def test_what_is_missing_is_enough(self) -> None:
+        self.install()
+        kept = [self.empty(500 * MIB), self.empty(400 * MIB)]
+        text = self.remedies(self.refused(200 * MIB))[0]
+        self.assertRegex(text, r"^76\.00 MiB more would be enough: .*cushion\.retry")
+        kept.pop()
+        self.empty(200 * MIB)
+
+    @support.process(CUSHION_WAIT_MS="0", STANDIN_CAPACITY=str(16 * GIB))
+    def test_other_processes_by_name_and_size(self) -> None:
+        self.install()
+        standin = Standin()
+        self.empty(MIB)
+        with subprocess.Popen(["sleep", "60"]) as other:
+            try:
+                standin.library.standin_set_process(0, other.pid, support.ctypes.c_uint64(12 * GIB))
+                standin.tenant(12 * GIB)
+                error = self.refused(8 * GIB)
+            finally:
+                other.kill()
+        self.assertIn(f"Other processes on this GPU: sleep (pid {other.pid}) with 12.00 GiB.", str(error))
+        self.assertRegex(self.remedies(error)[0], r"1\d\.\d\d GiB are held by other processes.*CUSHION_WAIT_MS=60000")
+        standin.tenant(0)
+        self.empty(8 * GIB)
+
+    def test_the_log_has_one_warning_for_each_shortage(self) -> None:
+        self.install(enable_logging=True)
+        kept = [self.empty(900 * MIB)]
+        import cushion
+
+        cushion.on_shortage(lambda *_: kept.clear())
+        with self.assertLogs("cushion", "WARNING") as logs:
+            self.empty(300 * MIB)
+        (line,) = logs.output
+        self.assertRegex(line, r"shortage 1 on device 0: 300\.00 MiB for thread \d+.*survived by callbacks after")
+
+    # ---- callbacks ----
+
+    def test_a_callback_that_drops_tensors(self) -> None:
+        torch = self.install()
+        cache = {number: self.empty(100 * MIB) for number in range(10)}
+        import cushion
+
+        @cushion.on_shortage(priority=1)
+        def evict(_device: int, wanted: int, _seconds: float) -> str:
+            before = len(cache)
+            while cache and wanted > 0:
+                wanted -= cache.pop(min(cache)).nbytes
+            torch.cuda.empty_cache()
+            return f"evicted {before - len(cache)}"
+
+        kept = self.empty(350 * MIB)
+        self.assertEqual(cushion.receipts()[-1].answers[0].said, "evicted 4")
+        self.assertEqual(sorted(cache), [4, 5, 6, 7, 8, 9])
+        del kept
+
+    def test_a_callback_on_a_thread_for_gradients(self) -> None:
+        torch = self.install()
+        kept = [self.empty(900 * MIB)]
+        import cushion
+
+        threads: list[str] = []
+
+        def give_up(*_: object) -> None:
+            threads.append(threading.current_thread().name)
+            kept.clear()
+
+        cushion.on_shortage(give_up)
+
+        class Large(torch.autograd.Function):  # type: ignore[misc, name-defined]
+            @staticmethod
+            def forward(_ctx: Any, x: Any) -> Any:
+                return x.clone()
+
+            @staticmethod
+            def backward(_ctx: Any, gradient: Any) -> Any:
+                self.empty(400 * MIB)
+                return gradient
+
+        x = torch.zeros(4, device="cuda", requires_grad=True)
+        Large.apply(x).sum().backward()
+        self.assertEqual(len(threads), 1)
+        self.assertNotEqual(threads[0], "MainThread")
+
+    def test_a_budget_holds_for_threads_for_gradients(self) -> None:
+        torch = self.install()
+        import cushion
+
+        taken, let_go = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            kept = self.empty(900 * MIB)
+            taken.set()
+            let_go.wait()
+            del kept
+
+        thread = threading.Thread(target=hold)
+        thread.start()
+        taken.wait()
+
+        class Large(torch.autograd.Function):  # type: ignore[misc, name-defined]
+            @staticmethod
+            def forward(_ctx: Any, x: Any) -> Any:
+                return x.clone()
+
+            @staticmethod
+            def backward(_ctx: Any, gradient: Any) -> Any:
+                self.empty(400 * MIB)
+                return gradient
+
+        x = torch.zeros(4, device="cuda", requires_grad=True)
+        with cushion.budget(ms=0), self.assertRaises(torch.cuda.OutOfMemoryError) as raised:
+            Large.apply(x).sum().backward()
+        ended = [it.ended for it in raised.exception.receipt.tried if it.rung == "wait"]
+        self.assertEqual(ended, ["time_is_up"])
+        let_go.set()
+        thread.join()
+
+    # ---- tensors ----
+
+    def test_as_much_as_fits(self) -> None:
+        torch = self.install()
+        import cushion
+
+        last_calls: list[Any] = []
+        cushion.on_refusal(last_calls.append)
+        kept = self.empty(500 * MIB)
+        with self.assertLogs("cushion", "WARNING") as logs:
+            tensor = cushion.allocate_tensor(250 * MIB, min_elements=MIB, dtype=torch.float32)
+        self.assertEqual(tensor.numel(), int(int(250 * MIB * 0.7) * 0.7))
+        self.assertIn(f"asked for {250 * MIB} elements, got {tensor.numel()}", logs.output[0])
+        self.assertEqual(last_calls, [])
+        del tensor
+        whole = cushion.allocate_tensor(100 * MIB, dtype="float16")
+        self.assertEqual((whole.numel(), whole.dtype), (100 * MIB, torch.float16))
+        with self.assertRaises(torch.cuda.OutOfMemoryError) as raised:
+            cushion.allocate_tensor(4 * GIB, min_elements=GIB, factor=0.5, dtype="uint8")
+        self.assertEqual(raised.exception.receipt.requested, GIB)
+        self.assertEqual([it.requested for it in last_calls], [GIB], "only the end is one")
+        for bad in (0, 1, -1):
+            with self.assertRaises(ValueError):
+                cushion.allocate_tensor(1, factor=bad)
+        del kept, whole
+
+    def test_a_tensor_as_a_future(self) -> None:
+        torch = self.install()
+        import cushion
+
+        tensor = cushion.alloc_future(1000, dtype=torch.bfloat16).result(60)
+        self.assertEqual((tensor.shape, tensor.dtype), ((1000,), torch.bfloat16))
+        self.assertEqual(torch.cuda.memory_allocated(), 2048)
+        view = tensor[10:]
+        del tensor
+        gc.collect()
+        self.assertEqual(torch.cuda.memory_allocated(), 2048)
+        del view
+        gc.collect()
+        self.assertEqual(torch.cuda.memory_allocated(), 0)
+
+        async def both() -> list[Any]:
+            return await asyncio.gather(*(cushion.alloc_async(number, dtype="int64") for number in (3, 0, 5)))
+
+        self.assertEqual([tensor.numel() for tensor in asyncio.run(both())], [3, 0, 5])
+        memory = cushion.alloc_future("1MiB").result(60)
+        self.assertEqual(memory.tensor().shape, (MIB // 4,))
+        self.assertEqual(memory.tensor(torch.uint8).data_ptr(), memory.address)
+
+    def test_a_future_s_tensor_may_be_recorded_on_other_streams(self) -> None:
+        torch = self.install()
+        import cushion
+
+        standin, side = Standin(), torch.cuda.Stream()
+        tensor = cushion.alloc_future(MIB, dtype=torch.uint8).result(60)
+        standin.launch(side.cuda_stream)
+        tensor.record_stream(side)
+        del tensor
+        gc.collect()
+        stats = torch.cuda.memory_stats()
+        self.assertEqual((stats["allocated_bytes.all.current"], stats["active_bytes.all.current"]), (0, MIB))
+        standin.finish_all()
+        self.empty(MIB)
+
+    def test_prefetch(self) -> None:
+        torch = self.install()
+        import cushion
+
+        self.empty(512)
+        torch.cuda.empty_cache()
+        cushion.prefetch("500MiB")
+        misses = cushion.stats()["misses"]
+        self.assertEqual(torch.cuda.memory_reserved(), 500 * MIB)
+        kept = self.empty(500 * MIB)
+        self.assertEqual(cushion.stats()["misses"], misses)
+        del kept
+
+    # ---- retry and offloading ----
+
+    def test_retry_lets_go_and_the_last_call_is_for_the_end(self) -> None:
+        torch = self.install()
+        import cushion
+
+        told: list[Any] = []
+        cushion.on_refusal(told.append)
+
+        def step(rows: Any) -> int:
+            kept = self.empty(len(rows) * 100 * MIB)
+            return len(kept)
+
+        rows = torch.zeros(16)
+        done = cushion.retry(step, rows, split=cushion.split_batch)
+        self.assertEqual((done, told), (16 * 100 * MIB, []))
+        with self.assertRaises(torch.cuda.OutOfMemoryError) as raised:
+            cushion.retry(lambda: self.empty(2 * GIB))
+        self.assertEqual(told, [raised.exception.receipt])
+
+    def test_an_injected_failure_is_retried(self) -> None:
+        torch = self.install(inject="nth=3")
+        import cushion
+
+        tries: list[int] = []
+
+        def step() -> Any:
+            tries.append(1)
+            return [self.empty(MIB) for _ in range(5)]
+
+        self.assertEqual(len(cushion.retry(step)), 5)
+        self.assertEqual(len(tries), 2)
+        cushion.inject(None)
+        self.assertEqual(torch.cuda.memory_stats()["num_ooms"], 1)
+
+    def test_offloading_makes_room_and_comes_back(self) -> None:
+        torch = self.install()
+        import cushion
+
+        state = {number: {"average": self.empty(200 * MIB)} for number in range(4)}
+        view = state[0]["average"][5:]
+        place = {number: it["average"] for number, it in state.items()}
+
+        @cushion.offloader
+        def averages() -> Any:
+            return state
+
+        kept = self.empty(500 * MIB)
+        self.assertEqual(averages.bytes_away, 600 * MIB)
+        self.assertEqual(cushion.receipts()[-1].answers[0].said, "moved 3 tensors, 600.00 MiB, to the host")
+        with self.assertRaises(RuntimeError):
+            view.sum().item()
+        # There is no room for them now: nothing is lost, and it says so.
+        with self.assertRaises(torch.cuda.OutOfMemoryError), averages:
+            pass
+        self.assertGreater(averages.bytes_away, 0)
+        del kept
+        with averages:
+            self.assertEqual(averages.bytes_away, 0)
+            self.assertEqual(torch.cuda.memory_allocated(), 800 * MIB)
+            # In use, they stay.
+            self.refused(500 * MIB)
+            self.assertEqual(averages.bytes_away, 0)
+        self.assertEqual({number: it["average"] for number, it in state.items()}, place)
+        self.assertEqual(view.untyped_storage().data_ptr(), state[0]["average"].data_ptr())
+        averages.remove()
+        self.refused(500 * MIB)
+
+    # ---- the door that asks for less ----
+
+    @support.process(OOM_MAX_RETRIES="3", OOM_DELAY_MS="20", OOM_SIZE_FACTOR="0.5", OOM_VERBOSE="1")
+    def test_custom_cuda_allocator_tries_again_later_and_smaller(self) -> None:
+        import custom_cuda_allocator as door
+
+        door.setup_allocator()
+        self.addCleanup(self.check)
+        began = time.monotonic()
+        with self.assertLogs("cushion", "INFO") as logs:
+            tensor = door.allocate_tensor(4 * GIB, dtype="uint8")
+        self.assertEqual(tensor.numel(), GIB)
+        self.assertGreaterEqual(time.monotonic() - began, 0.06)
+        retries = [line for line in logs.output if "retry" in line]
+        self.assertEqual(len(retries), 2, logs.output)
+        self.assertRegex(retries[1], f"retry 2 of 3: {GIB} after 40 ms")
+        self.assertEqual(door.get_retry_count(), 2)
+        del tensor
+        with self.assertRaises(RuntimeError):
+            door.allocate_tensor(32 * GIB, dtype="uint8")
+        self.assertEqual(door.get_retry_count(), 5)
+        # By address nobody could know that there is less: the same is tried again.
+        allocator = door.CUDAAllocator()
+        with self.assertRaises(RuntimeError):
+            allocator.allocate(2 * GIB)
+        self.assertEqual(door.get_retry_count(), 8)
+
+
+class ShortageExpandable(Shortage):
+    policy = "expandable"
+
+
+if __name__ == "__main__":
+    unittest.main()
