@@ -36,9 +36,17 @@ class WithoutGpu(Examples):
         self.assertIn("A PiB is refused: CUDA out of memory.", said)
 
     def test_training_is_skipped(self) -> None:
-        for name in ("train_with_one_line.py", "retry_steps.py", "accelerate_habits.py", "lightning_habits.py"):
+        names = ["train_with_one_line", "retry_steps", "accelerate_habits", "lightning_habits", "offload_state"]
+        for name in [f"{name}.py" for name in (*names, "checkpoint_before_refusal")]:
             with self.subTest(name):
                 self.assertTrue(self.example(name, NO_GPU).startswith("SKIPPED: "))
+
+    def test_made_up_failures(self) -> None:
+        said = self.example("test_your_recovery.py", NO_GPU)
+        self.assertIn("on a simulated device of 4 GiB", said)
+        self.assertRegex(said, r"of 20 entries \d+ are kept, after [1-9]\d* failures")
+        said = self.example("test_your_recovery.py", {**NO_GPU, "CUSHION_INJECT": "every=7"})
+        self.assertIn("of 20 entries 17 are kept, after 3 failures", said)
 
     def test_replay(self) -> None:
         first, segments, expandable, _ = self.example("replay_snapshot.py", NO_GPU).splitlines()
@@ -68,6 +76,18 @@ class OverStandins(Examples):
         tries = [int(line.rsplit(": ", 1)[1]) for line in said.splitlines() if line.startswith("step ")]
         self.assertEqual(tries, [1, 3, 1, 2, 1])
         self.assertIn("steps: 5; in parts: 3; tries: 8", said)
+
+    def test_made_up_failures(self) -> None:
+        self.assertNotIn("simulated", self.example("test_your_recovery.py", self.GPU))
+
+    def test_checkpoint(self) -> None:
+        said = self.example("checkpoint_before_refusal.py", self.GPU)
+        self.assertIn("saved at step 37, as shortage 1 on device 0", said)
+        self.assertIn("goes on at step 37", said)
+
+    def test_offloading(self) -> None:
+        said = self.example("offload_state.py", self.GPU)
+        self.assertIn("to the host", said)
 
     def test_retry_in_other_people_s_loops(self) -> None:
         for name, package in (("accelerate_habits.py", "Accelerate"), ("lightning_habits.py", "Lightning")):

@@ -28,7 +28,8 @@ class Names(unittest.TestCase):
             self.assertTrue(hasattr(cushion, name), name)
         expected = """CannotSplit InstallError Memory Offloader OutOfMemoryError Receipt __version__ alloc_async
             alloc_future allocate_tensor budget inject install is_installed is_out_of_memory keep_receipts offloader
-            on_refusal on_shortage prefetch receipt_of receipts remove_callback retry retry_stats simulate split_batch stats"""
+            on_refusal on_shortage prefetch receipt_of receipts remove_callback retry retry_stats simulate split_batch
+            stats"""
         self.assertEqual(sorted(cushion.__all__), expected.split())
 
     def test_version(self) -> None:

@@ -84,6 +84,20 @@ def alternating(
     return tuple(jobs)
 
 
+def shortages() -> tuple[Job, ...]:
+    """What Cushion is for."""
+    workloads = ("workloads.py",)
+    return (
+        Job("capped", ("capped.py",), 400, runs=workloads),
+        *for_policies(["neighbour"], 240),
+        *for_policies(["spilled"], 300, workloads),
+        *for_policies(["side_stream"], 120),
+        *for_policies(["micro_batches"], 300),
+        *for_policies(["callbacks"], 120),
+        *for_policies(["injected"], 240),
+    )
+
+
 def tests() -> list[Group]:
     contract = Job("contract", ("gpu-kit/gpu_contract",), 300)
     losses = Job("losses", ("losses.py",), 500, runs=("workloads.py",))
@@ -100,6 +114,7 @@ def tests() -> list[Group]:
         Group("losses", "models trained to the same numbers", (losses,)),
         Group("doors", "programs written for other allocators", for_policies(["doors"], 240, ("blocks.py",))),
         Group("examples", "every example, and the C interface", for_policies(["examples"], 400, EXAMPLES)),
+        Group("shortages", "what runs out of memory, and lives", shortages()),
         Group("snapshot", "recorded, and replayed address by address", for_policies(["snapshot"], 240)),
     ]
 

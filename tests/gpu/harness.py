@@ -106,11 +106,27 @@ def settle() -> None:
     torch.cuda.empty_cache()
 
 
+def child_environment(**more: str) -> dict[str, str]:
+    """That of a process that finds what this one finds, and harness.py."""
+    path = os.pathsep.join([os.path.dirname(os.path.abspath(__file__)), *filter(None, sys.path)])
+    return {**os.environ, "PYTHONPATH": path, **more}
+
+
 def child(command: list[str], **more: str) -> subprocess.CompletedProcess:
     """A process that finds what this one finds, and harness.py."""
-    path = os.pathsep.join([os.path.dirname(os.path.abspath(__file__)), *filter(None, sys.path)])
-    environment = {**os.environ, "PYTHONPATH": path, **more}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, env=child_environment(**more), capture_output=True, text=True, timeout=120)
+
+
+def itself(*arguments: str, **more: str) -> dict[str, Any]:
+    """Runs the program that this is once more, in a process of its own, with these arguments; its line of JSON."""
+    done = child([sys.executable, sys.argv[0], *arguments], **more)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if not lines:
+        raise RuntimeError(
+            f"{' '.join(arguments)} ended with {done.returncode} and no line: {short(done.stderr[-600:])}"
+        )
+    found: dict[str, Any] = json.loads(lines[-1])
+    return found
 
 
 def consistent(checks: Checks, policy: str) -> None:
@@ -132,17 +148,24 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     return new
 
 
-def main(body: Callable[[Checks, argparse.Namespace], dict[str, Any]], arguments: argparse.ArgumentParser) -> None:
-    """Runs a program's body, and ends the process in the usual way: what crashes at exit is to be seen."""
+def main(
+    body: Callable[[Checks, argparse.Namespace], dict[str, Any]],
+    arguments: argparse.ArgumentParser,
+    uses_gpu: bool = True,
+) -> None:
+    """Runs a program's body, and ends the process in the usual way: what crashes at exit is to be seen. One that only
+    starts others leaves the GPU alone."""
     given = arguments.parse_args()
     checks = Checks()
     figures: dict[str, Any] = {}
     began = time.monotonic()
     try:
-        install(given.policy)
+        if uses_gpu:
+            install(given.policy)
         figures = body(checks, given)
-        settle()
-        consistent(checks, given.policy)
+        if uses_gpu:
+            settle()
+            consistent(checks, given.policy)
     except Exception as error:
         traceback.print_exc()
         checks.failures.append(f"{type(error).__name__}: {short(error)}")

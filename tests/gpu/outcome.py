@@ -222,6 +222,8 @@ def figures(result: dict[str, Any]) -> str:
             f"{workload}: {', '.join(str(loss) for loss in losses.values())}"
             for workload, losses in result["losses"].items()
         )
+    if "told" in result:
+        return str(result["told"])
     if "passed" in result:
         return f"{result['passed']} checks"
     return f"{result['checks']} checks" if "checks" in result else ""

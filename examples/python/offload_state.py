@@ -1,0 +1,65 @@
+"""The state of the optimizer leaves the GPU when the forward and backward pass need its memory, and comes back.
+
+    python examples/python/offload_state.py
+
+AdamW's state is twice as large as the weights, and idle until `optimizer.step()`. Here a model is trained in less
+memory than all of it together takes. Without PyTorch or a GPU it says SKIPPED, and why.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+
+
+def skip(why: str) -> None:
+    print(f"SKIPPED: {why}")
+    sys.exit(0)
+
+
+if importlib.util.find_spec("torch") is None:
+    skip("PyTorch is not installed")
+
+import torch
+
+if not torch.cuda.is_available():
+    skip("there is no CUDA GPU")
+
+import cushion
+
+cushion.install()
+
+MIB = 1 << 20
+# Weights and gradients are 256 MiB each, the state 512 MiB, and the pass below needs 400 MiB.
+ALLOWED = 1200 * MIB
+
+
+def main() -> None:
+    torch.cuda.set_per_process_memory_fraction(ALLOWED / torch.cuda.mem_get_info()[1])
+    torch.manual_seed(0)
+    weights = [torch.nn.Parameter(torch.full((16 * MIB // 4,), 0.5, device="cuda")) for _ in range(16)]
+    optimizer = torch.optim.AdamW(weights, lr=1e-3, fused=True)
+
+    @cushion.offloader(budget_ms=30_000)
+    def state() -> object:
+        return optimizer.state
+
+    for step in range(1, 6):
+        work = torch.zeros(400 * MIB // 4, device="cuda")
+        loss = sum((weight * weight).mean() for weight in weights) + work[0]
+        del work
+        loss.backward()
+        away = state.bytes_away
+        # Back on the GPU, and there to stay until the block ends.
+        with state:
+            optimizer.step()
+        optimizer.zero_grad()
+        print(f"step {step}: {away / MIB:.0f} MiB of the state were on the host")
+    for receipt in cushion.receipts():
+        print(receipt, *[f"({answer.said})" for answer in receipt.answers])
+    assert any(answer.said for receipt in cushion.receipts() for answer in receipt.answers), "memory was enough"
+    print("ok")
+
+
+if __name__ == "__main__":
+    main()

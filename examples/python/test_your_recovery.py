@@ -1,0 +1,90 @@
+"""Tests how a program takes it when memory runs out, without running out: failures are made up.
+
+    python examples/python/test_your_recovery.py
+    CUSHION_INJECT='every=7' python examples/python/test_your_recovery.py      # other failures, with no change to it
+
+The program under test is a small cache that drops its oldest entries when memory runs out. On a GPU with PyTorch it
+holds memory of the GPU; elsewhere it says so, and holds that of a simulated device.
+"""
+
+from __future__ import annotations
+
+import os
+
+import cushion
+
+
+class Cache:
+    """Keeps what was asked for last."""
+
+    def __init__(self) -> None:
+        self.kept: dict[int, cushion.Memory] = {}
+        self.dropped = 0
+
+    def get(self, key: int) -> cushion.Memory:
+        if key not in self.kept:
+            self.kept[key] = self.make()
+        return self.kept[key]
+
+    def make(self) -> cushion.Memory:
+        """What is tested: drops entries until there is memory, and gives up only when there are none left."""
+        while True:
+            try:
+                return cushion.alloc_future("64MiB").result()
+            except Exception as error:
+                if not cushion.is_out_of_memory(error) or not self.kept:
+                    raise
+            self.kept.pop(next(iter(self.kept)))
+            self.dropped += 1
+
+
+def there_is_a_gpu() -> bool:
+    try:
+        import torch
+    except ImportError:
+        return False
+    return bool(torch.cuda.is_available())
+
+
+def main() -> None:
+    if there_is_a_gpu():
+        cushion.install()
+    else:
+        print("There is no GPU with PyTorch here: on a simulated device of 4 GiB.")
+        cushion.simulate("4GiB")
+    if "CUSHION_INJECT" not in os.environ:
+        # The fifth fails: one entry is dropped for it, and the cache works on.
+        with cushion.inject("nth=5"):
+            cache = Cache()
+            for key in range(10):
+                cache.get(key)
+        assert (cache.dropped, len(cache.kept)) == (1, 9), (cache.dropped, len(cache.kept))
+        # Nothing is there yet that could be dropped: the error is for who asked.
+        with cushion.inject("nth=1"):
+            try:
+                Cache().get(0)
+            except Exception as error:
+                assert cushion.is_out_of_memory(error)
+                receipt = cushion.receipt_of(error)
+                assert receipt is not None and receipt.injected
+            else:
+                raise AssertionError("it was not refused")
+        # The third goes up to the rung that waits, and is served there: the program does not notice.
+        with cushion.inject("nth=3,at=wait"):
+            cache = Cache()
+            for key in range(10):
+                cache.get(key)
+        assert cache.dropped == 0, cache.dropped
+        assert cushion.receipts()[-1].survived_by == "wait"
+        # By chance, the same for the same seed; or as the variable says.
+        cushion.inject("fraction=0.1,seed=3")
+    cache = Cache()
+    for key in range(20):
+        cache.get(key)
+    print(f"of 20 entries {len(cache.kept)} are kept, after {cache.dropped} failures")
+    cushion.inject(None)
+    print("ok")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""A real training run on less memory than PyTorch's allocator needs for it.
+
+    python tests/gpu/capped.py [--cap-gib 24] [--steps 30] [--receipts FILE]
+
+`llama_varlen` of `workloads.py` (a 1.1B Llama, batches of many lengths) with the memory fraction that leaves it so
+many GiB: under PyTorch's allocator it has to run out of memory, and under Cushion it has to finish, with a receipt for
+every shortage it survived. The receipts of the run under `expandable` are written to FILE.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+from harness import Checks, child, main, parser, require_gpu, say, short
+
+# What it is run with, and what it finds in its environment.
+RUNS = {
+    "PyTorch": (("native",), {}),
+    "PyTorch, expandable": (("expandable",), {}),
+    "Cushion, expandable": (("cushion", "--policy", "expandable"), {}),
+    "Cushion, segments with host memory": (("cushion", "--policy", "segments"), {"CUSHION_SPILL_LIMIT_MB": "16384"}),
+}
+
+
+def run(name: str, given: argparse.Namespace, receipts: Path) -> dict:
+    mode, more = RUNS[name]
+    workload = str(Path(__file__).with_name("workloads.py"))
+    command = [sys.executable, workload, "llama_varlen", *mode, "--steps", str(given.steps)]
+    done = child([*command, "--cap-gib", str(given.cap_gib)], CUSHION_RECEIPTS=str(receipts), **more)
+    lines = done.stdout.strip().splitlines()
+    if not lines:
+        raise RuntimeError(f"{name}: no result: {short(done.stderr[-500:])}")
+    found: dict = json.loads(lines[-1])
+    say(f"{name}: {found['steps']} steps, out of memory: {found['oom'] is not None}")
+    return found
+
+
+def read(receipts: Path) -> list[dict]:
+    return [json.loads(line) for line in receipts.read_text().splitlines()] if receipts.exists() else []
+
+
+def body(checks: Checks, given: argparse.Namespace) -> dict:
+    told = []
+    with tempfile.TemporaryDirectory() as folder:
+        for name in RUNS:
+            path = Path(folder, f"{len(told)}.jsonl")
+            found = run(name, given, path)
+            shortages = read(path)
+            survived = [it for it in shortages if isinstance(it["outcome"], dict)]
+            if name == "PyTorch":
+                checks.that(found["oom"] is not None, f"{name} did not run out of memory: the cap is too large")
+            if name.startswith("Cushion"):
+                checks.equal(found["oom"], None, f"out of memory under {name}")
+                checks.equal(found["steps"], given.steps, f"steps under {name}")
+                checks.that(bool(survived), f"{name} has no receipt: the cap is too large")
+                checks.equal(len(shortages) - len(survived), 0, f"refusals under {name}")
+            if name == "Cushion, expandable" and given.receipts:
+                Path(given.receipts).write_text(path.read_text())
+            end = f"finishes {found['steps']} steps" if found["oom"] is None else f"dies at step {found['steps'] + 1}"
+            lost = sum(it["took"] for it in shortages)
+            cost = f", {len(survived)} shortages survived in {lost:.2f} s" if survived else ""
+            told.append(f"{name}: {end}{cost}")
+    return {"told": f"{given.cap_gib:g} GiB. " + "; ".join(told)}
+
+
+if __name__ == "__main__":
+    require_gpu()
+    options = parser(__doc__)
+    options.add_argument("--cap-gib", type=float, default=24)
+    options.add_argument("--steps", type=int, default=30)
+    options.add_argument("--receipts", default=os.environ.get("CAPPED_RECEIPTS"))
+    main(body, options, uses_gpu=False)
