@@ -38,6 +38,8 @@ pub enum Reply {
     Said(String),
     /// Why it could do nothing.
     Failed(String),
+    /// Why it was not called: that is not its own fault, however long it took.
+    NotCalled(String),
 }
 
 impl From<()> for Reply {
@@ -219,7 +221,16 @@ impl Callbacks {
     /// Calls them in order until it is enough. No lock may be held. Returns what each did; nothing where there was
     /// nobody to call.
     pub(crate) fn call(&self, situation: &mut impl Situation) -> Vec<Answer> {
-        let all = self.inner().all.clone();
+        // Those that are off are not called again. What they captured is the caller's: it goes with no lock held.
+        let (all, off) = {
+            let mut inner = self.inner();
+            let (off, on) =
+                std::mem::take(&mut inner.all).into_iter().partition(|it| it.1.is_off());
+            inner.all = on;
+            let off: Vec<(CallbackId, Arc<Callback>)> = off;
+            (inner.all.clone(), off)
+        };
+        drop(off);
         let mut answers = Vec::new();
         for (_, callback) in all {
             if callback.is_off() || callback.running.swap(true, Ordering::Acquire) {
@@ -244,17 +255,18 @@ impl Callback {
             catch_unwind(AssertUnwindSafe(|| (self.function)(&plea)))
         };
         let took = situation.now().saturating_sub(began);
+        let was_called = !matches!(reply, Ok(Reply::NotCalled(_)));
         let (said, failed) = match reply {
             Ok(Reply::Nothing) => (None, None),
             Ok(Reply::Said(text)) => (Some(shortened(text)), None),
-            Ok(Reply::Failed(text)) => (None, Some(shortened(text))),
+            Ok(Reply::Failed(text) | Reply::NotCalled(text)) => (None, Some(shortened(text))),
             Err(panic) => {
                 let text = panic.downcast_ref::<String>().map(String::as_str);
                 let text = text.or_else(|| panic.downcast_ref::<&str>().copied());
                 (None, Some(shortened(text.unwrap_or("it panicked").to_owned())))
             }
         };
-        let overran = took > plea.time_left;
+        let overran = was_called && took > plea.time_left;
         if overran {
             self.switch_off();
         }

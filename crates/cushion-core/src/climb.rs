@@ -23,7 +23,6 @@ use crate::inject::Injected;
 use crate::ladder::{Ladder, Rung, Step, Then};
 use crate::locked::{Asked, Attempt};
 use crate::options::Options;
-use crate::owner;
 use crate::queue::{Asker, Verdict};
 use crate::receipt::Outcome;
 
@@ -59,6 +58,8 @@ pub(crate) struct Climb {
     /// Whether it fell short: before that, it was only a miss.
     short: bool,
     tries: u64,
+    /// The rung that last sent it up again, since something had changed.
+    sent_by: Option<Rung>,
     /// What was held when it fell short.
     figures: Option<Box<Figures>>,
     rungs: Vec<Tried>,
@@ -212,7 +213,7 @@ impl<D: Driver> Engine<D> {
         });
         let wishes = asked.wishes(owner);
         let budget = wishes.budget.unwrap_or(Duration::from_millis(options.wait_ms));
-        let budget = if owner::is_in_callback() { Duration::ZERO } else { budget };
+        let budget = if asked.in_callback { Duration::ZERO } else { budget };
         options.skip_rungs = options.skip_rungs.and(wishes.skipped);
         let asked = Asked { owner, ..*asked };
         let injected = match attempt {
@@ -230,6 +231,7 @@ impl<D: Driver> Engine<D> {
             deadline: started.saturating_add(budget),
             short: false,
             tries: 0,
+            sent_by: None,
             figures: None,
             rungs: Vec::new(),
             vain: [None; Rung::ALL.len()],
@@ -307,6 +309,7 @@ impl<D: Driver> Engine<D> {
                 Visit::Pass => climb.at += 1,
                 Visit::Again => {
                     climb.note_time(step.rung, took);
+                    climb.sent_by = Some(step.rung);
                     climb.tries += 1;
                     if climb.tries > climb.options.max_tries {
                         climb.note(step.rung, Ended::TimeIsUp, 0, Duration::ZERO);

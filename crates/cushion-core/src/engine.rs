@@ -299,6 +299,13 @@ impl<D: Driver> Engine<D> {
         Some((block.size, block.requested))
     }
 
+    /// The stream that a live allocation is for.
+    #[must_use]
+    pub fn stream_of(&self, address: u64) -> Option<StreamId> {
+        let state = self.lock();
+        state.live.get(&address).map(|&id| state.blocks[id].stream)
+    }
+
     /// Whether a live allocation is in host memory.
     #[must_use]
     pub fn is_spilled(&self, address: u64) -> bool {

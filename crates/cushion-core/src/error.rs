@@ -102,6 +102,12 @@ pub struct Shortage {
     pub recording: bool,
     /// Whether the shortage was made up, to test how a program takes it.
     pub injected: bool,
+    /// Whether the memory was to be there for later: see [`Engine::prefetch`](crate::Engine::prefetch).
+    #[serde(default)]
+    pub ahead: bool,
+    /// How long the request might have waited.
+    #[serde(with = "seconds", default)]
+    pub budget: Duration,
     /// What was tried, in order, and what could not be.
     pub tried: Vec<Tried>,
 }
@@ -118,6 +124,17 @@ impl Shortage {
     pub fn room(&self) -> u64 {
         let allowed = self.allowed.map_or(u64::MAX, |most| most.saturating_sub(self.reserved));
         self.device_free.unwrap_or(0).min(allowed)
+    }
+
+    /// Bytes that would have to be given back beside what could be now, for the driver to serve the request; zero if it
+    /// is not known how much could be.
+    fn missing_in_one(&self) -> u64 {
+        let stuck = if self.recording { Some(self.reserved) } else { self.stuck };
+        stuck.map_or(0, |stuck| {
+            let in_one = self.room().saturating_add(self.reserved.saturating_sub(stuck));
+            let needed = self.policy.rules().needed(self.size, self.wanted);
+            needed.saturating_sub(in_one)
+        })
     }
 
     /// The rungs that did something, for people.
@@ -144,15 +161,10 @@ impl Shortage {
             if self.fits_on_pages && !self.recording {
                 remedies.push(Remedy::Policy(Policy::Expandable));
             }
-            let stuck = if self.recording { Some(self.reserved) } else { self.stuck };
-            if let Some(stuck) = stuck {
-                let in_one = self.room().saturating_add(self.reserved.saturating_sub(stuck));
-                let needed = self.policy.rules().needed(self.size, self.wanted);
-                let missing = needed.saturating_sub(in_one);
-                remedies.extend((missing > 0).then_some(Remedy::More(missing)));
-            }
+            let missing = self.missing_in_one();
+            remedies.extend((missing > 0).then_some(Remedy::More(missing)));
         } else {
-            let missing = self.size - own;
+            let missing = (self.size - own).max(self.missing_in_one());
             if self.pending >= missing {
                 remedies.push(Remedy::Pending(self.pending));
             }
@@ -231,7 +243,7 @@ pub enum Ended {
     Nothing,
     /// What there was time for was not enough.
     TimeIsUp,
-    /// The driver failed it.
+    /// It failed: the driver did, or the program's own callbacks.
     Failed,
     /// It is switched off.
     Off,

@@ -70,22 +70,32 @@ pub(crate) struct Asked {
     pub(crate) ahead: bool,
     /// What who made a future wants; what a thread wants is looked up when it is needed.
     pub(crate) of_maker: Option<Wishes>,
+    /// It is asked for in a callback: it asks none, and never waits.
+    pub(crate) in_callback: bool,
 }
 
 impl Asked {
     /// For this thread, which waits for it.
     pub(crate) fn by_thread(bytes: u64, stream: StreamId, context: Context) -> Self {
         let owner = owner::current();
-        Self { bytes, stream, context, owner, blocks: true, ahead: false, of_maker: None }
+        let in_callback = owner::is_in_callback();
+        Self {
+            bytes,
+            stream,
+            context,
+            owner,
+            blocks: true,
+            ahead: false,
+            of_maker: None,
+            in_callback,
+        }
     }
 
-    /// What is wanted for it. One that follows wants what `leader` wants, in whose name it asks.
+    /// What is wanted for it. One that follows wants what `leader` wants, in whose name it asks, unless it says
+    /// otherwise itself.
     pub(crate) fn wishes(&self, leader: Owner) -> Wishes {
-        match self.of_maker {
-            Some(wishes) => wishes,
-            None if self.owner == Owner::FOLLOWER => owner::wishes_of(leader),
-            None => owner::wishes(),
-        }
+        let own = self.of_maker.unwrap_or_else(owner::wishes);
+        if self.owner == Owner::FOLLOWER { own.or(&owner::wishes_of(leader)) } else { own }
     }
 }
 
@@ -202,7 +212,7 @@ impl<D: Driver> Locked<'_, D> {
     /// Whether a failure is injected here, or others come first.
     #[cold]
     fn hold_up(&mut self, asked: &Asked, owner: Owner) -> Option<Attempt> {
-        if owner::is_in_callback() {
+        if asked.in_callback {
             return None;
         }
         if let Some(injection) = &mut self.state.injection

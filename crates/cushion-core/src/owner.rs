@@ -100,6 +100,17 @@ pub(crate) struct Wishes {
     pub(crate) skipped: RungSet,
 }
 
+impl Wishes {
+    /// These, and where they say nothing, those.
+    pub(crate) fn or(self, others: &Self) -> Self {
+        Self {
+            priority: if self.priority == 0 { others.priority } else { self.priority },
+            budget: self.budget.or(others.budget),
+            skipped: self.skipped.and(others.skipped),
+        }
+    }
+}
+
 /// What this thread wants.
 pub(crate) fn wishes() -> Wishes {
     Wishes { priority: PRIORITY.get(), budget: BUDGET.get(), skipped: SKIPPED.get() }
@@ -160,23 +171,37 @@ pub fn skipped_rungs() -> RungSet {
 }
 
 /// Whether this thread is in a callback of a shortage. What it asks for then is served at once or refused.
-pub(crate) fn is_in_callback() -> bool {
+#[must_use]
+pub fn is_in_callback() -> bool {
     IN_CALLBACK.get()
 }
 
+/// Runs `f` as a part of a callback that another thread waits for: what it asks for asks no callbacks, and never waits.
+pub fn in_callback<T>(f: impl FnOnce() -> T) -> T {
+    let _inside = InCallback::enter();
+    f()
+}
+
+/// For whom this thread asks, as in receipts.
+#[must_use]
+pub fn current_owner() -> Owner {
+    current()
+}
+
 /// Notes that this thread is in a callback, until it is dropped.
-pub(crate) struct InCallback(());
+pub(crate) struct InCallback {
+    before: bool,
+}
 
 impl InCallback {
     pub(crate) fn enter() -> Self {
-        IN_CALLBACK.set(true);
-        Self(())
+        Self { before: IN_CALLBACK.replace(true) }
     }
 }
 
 impl Drop for InCallback {
     fn drop(&mut self) {
-        IN_CALLBACK.set(false);
+        IN_CALLBACK.set(self.before);
     }
 }
 
@@ -270,6 +295,10 @@ impl Drop for Working {
         });
         owners().count_threads(self.task.0.owner, -1);
         drop(left);
+        // The thread's own followers, if it has an owner yet, know what it wants now.
+        if CURRENT.get() != 0 {
+            tell_followers();
+        }
     }
 }
 

@@ -37,6 +37,9 @@ pub struct Receipt {
     pub ladder: Ladder,
     /// Who asked: the thread, or the task.
     pub who: String,
+    /// The same, for this process alone.
+    #[serde(skip)]
+    pub owner: Owner,
     /// The tag of the request: the number of its stack, where those are recorded.
     pub context: Context,
     /// That stack, innermost frame first.

@@ -59,6 +59,8 @@ impl<D: Driver> Engine<D> {
         address: u64,
     ) -> Result<u64, AllocError> {
         if climb.short {
+            // What it waited for is what saved it, and not the driver that then had it.
+            let by = climb.sent_by.filter(|_| by == Rung::Grow).unwrap_or(by);
             self.end(climb, Outcome::Survived(by));
         } else {
             // The driver had more: a miss, and no shortage.
@@ -145,6 +147,7 @@ impl<D: Driver> Engine<D> {
             took,
             ladder: climb.ladder,
             who: owner::name_of(climb.asked.owner),
+            owner: climb.asked.owner,
             context: climb.asked.context,
             stack: Vec::new(),
             outcome,
@@ -225,6 +228,8 @@ impl<D: Driver> Locked<'_, D> {
             largest_free: stats.largest_free_block(),
             recording: self.is_recording(),
             injected: climb.was_injected,
+            ahead: climb.asked.ahead,
+            budget: climb.deadline.saturating_sub(climb.started),
             tried: Vec::new(),
         };
         let (groups, holders) = self.who_holds_what();

@@ -11,7 +11,6 @@ use crate::engine::{Engine, ring};
 use crate::error::Ended;
 use crate::ladder::{Ladder, Legal, Rung, Then};
 use crate::locked::{Asked, Found, Locked};
-use crate::owner;
 use crate::policy::{Policy, Request};
 use crate::pool::PoolId;
 use crate::queue::{Bells, Standstill};
@@ -227,7 +226,7 @@ impl<D: Driver> Engine<D> {
 
     /// Asks the program's own callbacks, highest priority first, until the request could be served.
     pub(super) fn ask_callbacks(&self, climb: &mut Climb) -> Visit {
-        if owner::is_in_callback() || climb.called == Some(0) {
+        if climb.asked.in_callback || climb.called == Some(0) {
             return Visit::Left(Ended::Nothing);
         }
         let gives_back = !climb.options.skip_rungs.contains(Rung::Cached);
