@@ -76,8 +76,9 @@ class Pending:
 def allocate_later(
     bytes: int, done: Callable[[int | None, str | None, bool], object], device: int = 0, stream: int = 0
 ) -> Pending:
-    """As `allocate`, and no thread waits: calls `done(address, None, False)` when it is served, and
-    `done(None, why, is_out_of_memory)` when it is refused, on another thread."""
+    """As `allocate`, and no thread waits: calls `done(address, None, False)` when it is served,
+    `done(None, why, is_out_of_memory)` when it is refused, and `done(None, None, False)` when it was given up, on
+    another thread."""
 
 def prefetch(bytes: int, device: int = 0, stream: int = 0) -> None:
     """Prepares memory: afterwards a request of so many bytes on this stream needs nothing from the driver."""
@@ -85,9 +86,14 @@ def prefetch(bytes: int, device: int = 0, stream: int = 0) -> None:
 def parse_bytes(size: str) -> int:
     """Bytes of a size such as `8GiB`; ValueError if it is none."""
 
-def set_wishes(budget_ms: float | None, skip: Sequence[str]) -> tuple[float | None, list[str]]:
-    """Sets how long each request of this thread may wait, and which rungs it leaves out beside those of the options;
-    returns what was set before."""
+def set_wishes(budget_ms: float | None, skip: Sequence[str]) -> None:
+    """Sets how long each request of this thread may wait, and which rungs it leaves out beside those of the options."""
+
+def wishes() -> tuple[float | None, list[str]]:
+    """How long each request of this thread may wait, in milliseconds, and which rungs it leaves out."""
+
+def stream_of(address: int) -> int | None:
+    """The stream that a live allocation is for; none if it is not Cushion's."""
 
 def inject(rules: str | None = None) -> str | None:
     """Allocations are made to fail by these rules from now on, on every device; none end it. Returns those before."""

@@ -13,6 +13,9 @@ from . import _cushion, _limits, _log, _patches, _receipts
 
 OLDEST_TORCH = (2, 3)
 
+# Once Python shuts down, nothing calls into it any more.
+atexit.register(_cushion.stop)
+
 _lock = threading.Lock()
 _plugin: Any = None
 
@@ -121,7 +124,6 @@ def _take_over(settings: _cushion.Settings) -> None:
         ) from error
     # From here on there is no way back.
     _plugin = plugin
-    atexit.register(_cushion.stop)
     _patches.apply(torch)
     _limits.apply(torch)
     _receipts.apply()

@@ -168,26 +168,24 @@ def largest(
     """What `make` makes of `count`, or of the first smaller number that fits. `smaller` is told the number that did
     not, and how many tries there were; nothing ends it."""
     asked, tries = count, 0
-    _cushion.expect_refusals(True)
     try:
-        while True:
-            error: BaseException
-            try:
-                with budget(ms=first_budget_ms if tries == 0 else 0):
-                    made = make(count)
-                break
-            except (_receipts.out_of_memory_class(), MemoryError) as caught:
-                error = caught.with_traceback(None)
-            tries += 1
-            following = smaller(count, tries)
-            if following is None:
-                raise error
-            count = following
-    except BaseException as failed:
-        _cushion.expect_refusals(False)
-        _receipts.refuse_after_all(str(failed))
+        with _receipts.Expecting():
+            while True:
+                error: BaseException
+                try:
+                    with budget(ms=first_budget_ms if tries == 0 else 0):
+                        made = make(count)
+                    break
+                except (_receipts.out_of_memory_class(), MemoryError) as caught:
+                    error = caught.with_traceback(None)
+                tries += 1
+                following = smaller(count, tries)
+                if following is None:
+                    raise error
+                count = following
+    except (_receipts.out_of_memory_class(), MemoryError) as last:
+        _receipts.refuse_after_all(str(last))
         raise
-    _cushion.expect_refusals(False)
     if count < asked:
         logger.warning("asked for %d elements, got %d: the largest of %d tries that fits", asked, count, tries + 1)
     return made

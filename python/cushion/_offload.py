@@ -11,9 +11,9 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
-from . import _shortage, _tensors
+from . import _cushion, _shortage, _tensors
 
 #: what names the tensors: called each time, so that it may name others later
 Named = Callable[[], "Mapping[Any, Any] | Iterable[Any]"]
@@ -26,16 +26,16 @@ class Offloader:
     """
 
     def __init__(self, named: Named, priority: int = 0, budget_ms: int | None = None) -> None:
+        _shortage.check(named)
         functools.update_wrapper(self, named)
-        self.name = getattr(named, "__qualname__", repr(named))
+        self.name = f"offloader {getattr(named, '__qualname__', repr(named))}"
         self._named = named
         # It may be called by an allocation of its own, on the same thread.
         self._lock = threading.RLock()
         self._busy = False
         self._kept = 0
-        #: what is away: the storage, its size, its copy on the host, and the device
-        self._away: list[tuple[Any, int, Any, int]] = []
-        _shortage.on_shortage(self._on_shortage, priority, budget_ms=budget_ms)
+        self._away: list[_Away] = []
+        _shortage.register(self._on_shortage, self.name, priority, budget_ms)
 
     def __call__(self) -> Any:
         """The tensors, as the function names them."""
@@ -44,7 +44,7 @@ class Offloader:
     @property
     def bytes_away(self) -> int:
         """Bytes that are in host memory now."""
-        return sum(size for _, size, _, _ in list(self._away))
+        return sum(away.size for away in list(self._away))
 
     def away(self, at_least: int | None = None, device: int | None = None, seconds: float | None = None) -> int:
         """Moves tensors to the host, in the order they are named, until `at_least` bytes are free or the time is up;
@@ -70,9 +70,13 @@ class Offloader:
 
     def __enter__(self) -> Offloader:
         """The tensors are back, and stay, until the block ends."""
-        self.back()
         with self._lock:
             self._kept += 1
+            try:
+                self.back()
+            except BaseException:
+                self._kept -= 1
+                raise
         return self
 
     def __exit__(
@@ -100,9 +104,10 @@ class Offloader:
             self._lock.release()
 
     def _move_away(self, at_least: int | None, device: int | None, seconds: float | None) -> int:
-        torch = _tensors.torch_with_gpu(f"the offloader {self.name}")
+        torch = _tensors.torch_with_gpu(f"the {self.name}")
+        self._forget_those_nobody_has(torch)
         began, freed = time.monotonic(), 0
-        gone = {storage._cdata for storage, _, _, _ in self._away}
+        gone = {away.storage._cdata for away in self._away}
         synchronized: set[int] = set()
         for tensor in _each(self._named()):
             if at_least is not None and freed >= at_least:
@@ -114,45 +119,94 @@ class Offloader:
             size, index = storage.nbytes(), tensor.device.index
             if not tensor.is_cuda or size == 0 or storage._cdata in gone or device not in (None, index):
                 continue
+            if not storage.resizable():
+                # Memory of somebody else's: it would not go.
+                continue
             if index not in synchronized:
                 # Work on whatever stream may still write to it.
                 torch.cuda.synchronize(index)
                 synchronized.add(index)
             host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
             host.copy_(_bytes_of(torch, storage, index))
-            self._away.append((storage, size, host, index))
+            away = _Away(storage, size, host, index, _cushion.stream_of(storage.data_ptr()))
+            self._away.append(away)
+            try:
+                storage.resize_(0)
+            except BaseException:
+                self._away.remove(away)
+                raise
             gone.add(storage._cdata)
-            storage.resize_(0)
             freed += size
         return freed
 
     def _move_back(self) -> None:
         if not self._away:
             return
-        torch = _tensors.torch_with_gpu(f"the offloader {self.name}")
+        torch = _tensors.torch_with_gpu(f"the {self.name}")
+        self._forget_those_nobody_has(torch)
         devices = set()
         while self._away:
-            storage, size, host, index = self._away[-1]
-            with torch.cuda.device(index):
-                storage.resize_(size)
-                _bytes_of(torch, storage, index).copy_(host)
-            devices.add(index)
+            away = self._away[-1]
+            # For the stream that it was made for: whoever frees it counts on that.
+            with torch.cuda.device(away.device), torch.cuda.stream(_stream(torch, away)):
+                away.storage.resize_(away.size)
+                _bytes_of(torch, away.storage, away.device).copy_(away.host)
+            devices.add(away.device)
             self._away.pop()
         for index in devices:
             # The next to use them may do so on another stream.
             torch.cuda.synchronize(index)
 
+    def _forget_those_nobody_has(self, torch: Any) -> None:
+        """The program may have dropped a tensor while it was away."""
+        users = getattr(torch._C, "_storage_Use_Count", None)
+        if users is not None:
+            # Our own is one.
+            self._away = [away for away in self._away if users(away.storage._cdata) > 1]
+
+
+class _Away(NamedTuple):
+    """What is away."""
+
+    storage: Any
+    size: int
+    #: its copy
+    host: Any
+    device: int
+    #: that it was made for, if Cushion knows it
+    stream: int | None
+
+
+def _stream(torch: Any, away: _Away) -> Any:
+    if away.stream is None:
+        return torch.cuda.current_stream(away.device)
+    if away.stream == 0:
+        return torch.cuda.default_stream(away.device)
+    return torch.cuda.ExternalStream(away.stream, device=away.device)
+
 
 def _each(named: Any) -> Iterable[Any]:
-    """Tensors in whatever they are named in: a mapping, a list, an optimizer's state."""
+    """Tensors in whatever they are named in: a mapping, a list, a module, an optimizer."""
     if hasattr(named, "untyped_storage"):
         yield named
     elif isinstance(named, Mapping):
         for value in named.values():
             yield from _each(value)
-    elif isinstance(named, Iterable) and not isinstance(named, (str, bytes)):
+    elif hasattr(named, "parameters") and hasattr(named, "buffers"):
+        yield from named.parameters()
+        yield from named.buffers()
+    elif hasattr(named, "param_groups") and hasattr(named, "state"):
+        yield from _each(named.state)
+    elif named is None or isinstance(named, (str, bytes, bool, int, float)):
+        # Among the tensors of an optimizer there are numbers, too.
+        return
+    elif isinstance(named, Iterable):
         for value in named:
             yield from _each(value)
+    else:
+        raise TypeError(
+            f"{named!r} names no tensors: it takes a tensor, a module, an optimizer, or a mapping or list of those"
+        )
 
 
 def _bytes_of(torch: Any, storage: Any, index: int) -> Any:
@@ -175,9 +229,9 @@ def offloader(named: Named | None = None, priority: int = 0, *, budget_ms: int |
         with optimizer_state:             # back on the GPU, and there to stay until the block ends
             optimizer.step()
 
-    The function names the tensors, in a mapping, a list, or nested; it is called each time. Name what the work under
-    way does not need: the state of the optimizer, averaged weights, another model. They go to pinned host memory, as
-    many as are needed, and come back by `with`, or by `optimizer_state.back()`.
+    The function names the tensors, in a mapping, a list, a module, an optimizer, or nested; it is called each time. Name
+    what the work under way does not need: the state of the optimizer, averaged weights, another model. They go to
+    pinned host memory, as many as are needed, and come back by `with`, or by `optimizer_state.back()`.
 
     :param priority: offloaders and other callbacks of higher priority are asked first
     :param budget_ms: how long it may take, as for `on_shortage`

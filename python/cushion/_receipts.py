@@ -153,6 +153,16 @@ def receipt_of(error: BaseException) -> Receipt | None:
     return None if text is None else from_json(text)
 
 
+class Expecting:
+    """Refusals inside are expected: somebody tries again."""
+
+    def __enter__(self) -> None:
+        _cushion.expect_refusals(True)
+
+    def __exit__(self, *_: object) -> None:
+        _cushion.expect_refusals(False)
+
+
 def refuse_after_all(text: str) -> None:
     """A refusal that was expected, with this text, is the end: the program's last calls are made."""
     found = _NUMBER.search(text)

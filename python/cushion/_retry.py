@@ -407,11 +407,10 @@ def _name(step: Callable[..., Any]) -> str:
 
 def _run(run: _Run, counts: _Counts | None) -> Any:
     begun = time.perf_counter()
-    _cushion.expect_refusals(True)
     try:
-        return run.result()
+        with _receipts.Expecting():
+            return run.result()
     finally:
-        _cushion.expect_refusals(False)
         if run.refused is not None:
             _receipts.refuse_after_all(run.refused)
         _totals.add(run)

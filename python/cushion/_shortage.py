@@ -3,6 +3,7 @@ test it all."""
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import ContextDecorator
@@ -18,7 +19,8 @@ OnRefusal = Callable[[Receipt], object]
 _Shortage = TypeVar("_Shortage", bound=OnShortage)
 _Refusal = TypeVar("_Refusal", bound=OnRefusal)
 
-_lock = threading.Lock()
+# What a function holds may go in the middle of this, and its end may take another function away.
+_lock = threading.RLock()
 # Functions and their numbers: a list, since a function need not have a hash.
 _shortage: list[tuple[Any, int]] = []
 _refusal: list[tuple[Any, int]] = []
@@ -47,10 +49,15 @@ def on_shortage(function: Any = None, priority: int = 0, *, budget_ms: int | Non
     """
     if function is None:
         return lambda function: on_shortage(function, priority, budget_ms=budget_ms)
-    _check(function)
-    number = _cushion.add_callback(function, _name(function), priority, budget_ms)
-    _replace(_shortage, function, number, _cushion.remove_callback)
+    check(function)
+    register(function, _name(function), priority, budget_ms)
     return function
+
+
+def register(function: Any, name: str, priority: int, budget_ms: int | None) -> None:
+    """As `on_shortage`, under a name that people know it by."""
+    number = _cushion.add_callback(function, name, priority, budget_ms)
+    _replace(_shortage, function, number, _cushion.remove_callback)
 
 
 def on_refusal(function: _Refusal) -> _Refusal:
@@ -60,7 +67,7 @@ def on_refusal(function: _Refusal) -> _Refusal:
     Not for refusals that `cushion.retry` or `cushion.allocate_tensor` goes on after; for the one it gives up with. What
     it raises is shown as Python shows errors that nobody can catch. Works as a decorator.
     """
-    _check(function)
+    check(function)
     number = _cushion.add_last_call(lambda text: function(from_json(text)))
     _replace(_refusal, function, number, _cushion.remove_last_call)
     return function
@@ -83,7 +90,8 @@ def is_on(function: OnShortage) -> bool:
     return any(_cushion.is_callback_on(number) for number in numbers)
 
 
-def _check(function: Any) -> None:
+def check(function: Any) -> None:
+    """Whether it can be called, before memory runs out."""
     if not callable(function):
         raise TypeError(f"{function!r} is no function: it is called when memory runs out")
 
@@ -102,6 +110,10 @@ def _replace(known: list[tuple[Any, int]], function: Any, number: int | None, re
     return any([remove(number) for _, number in old])
 
 
+# The blocks that are open on this thread, the latest last.
+_open_blocks = threading.local()
+
+
 class budget(ContextDecorator):  # noqa: N801
     """How long requests of this thread may wait for memory, and which rungs of the ladder they leave out:
 
@@ -110,7 +122,7 @@ class budget(ContextDecorator):  # noqa: N801
 
     Holds for PyTorch's threads for gradients that work for this thread, too, and for futures made inside. Blocks may be
     nested: what is not given stays. It is the thread's, not the task's: code that `await`s inside gives it to whoever
-    runs meanwhile.
+    runs meanwhile, until the block ends.
 
     :param ms: milliseconds for each request, in the place of `wait_ms`; 0 waits for nobody
     :param skip: names of rungs, such as "wait" or "spill", beside those that `skip_rungs` leaves out
@@ -118,28 +130,46 @@ class budget(ContextDecorator):  # noqa: N801
 
     def __init__(self, ms: float | None = None, skip: Iterable[str] = ()) -> None:
         self._ms, self._skip = ms, [skip] if isinstance(skip, str) else list(skip)
-        # Of each block that is open, on whatever thread: what was set before.
-        self._before = threading.local()
+
+    def __call__(self, function: Any) -> Any:
+        later = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
+        if any(is_later(function) for is_later in later):
+            raise TypeError(
+                f"cushion.budget cannot be around {function!r}, which does its work after it has returned: use "
+                "`with cushion.budget(...)` inside of it"
+            )
+        return super().__call__(function)
 
     def __enter__(self) -> budget:
-        ms, skip = _cushion.set_wishes(None, [])
+        blocks = _open_blocks.__dict__.setdefault("all", [])
+        blocks.append(self)
         try:
-            wanted = ms if self._ms is None else self._ms
-            _cushion.set_wishes(wanted, sorted({*skip, *self._skip}))
+            _apply(blocks)
         except BaseException:
-            _cushion.set_wishes(ms, skip)
+            blocks.pop()
+            _apply(blocks)
             raise
-        open_blocks = self._before.__dict__.setdefault("blocks", [])
-        open_blocks.append((ms, skip))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _cushion.set_wishes(*self._before.blocks.pop())
+        # Not always the latest: tasks take turns. And a generator may be closed by another thread.
+        blocks = _open_blocks.__dict__.get("all", [])
+        for index in reversed(range(len(blocks))):
+            if blocks[index] is self:
+                del blocks[index]
+                _apply(blocks)
+                break
 
     def _recreate_cm(self) -> budget:
         return self
+
+
+def _apply(blocks: list[budget]) -> None:
+    ms = [block._ms for block in blocks if block._ms is not None]
+    skip = {name for block in blocks for name in block._skip}
+    _cushion.set_wishes(ms[-1] if ms else None, sorted(skip))
 
 
 class inject:  # noqa: N801

@@ -80,11 +80,6 @@ class OverStandins(Examples):
     def test_made_up_failures(self) -> None:
         self.assertNotIn("simulated", self.example("test_your_recovery.py", self.GPU))
 
-    def test_checkpoint(self) -> None:
-        said = self.example("checkpoint_before_refusal.py", self.GPU)
-        self.assertIn("saved at step 37, as shortage 1 on device 0", said)
-        self.assertIn("goes on at step 37", said)
-
     def test_offloading(self) -> None:
         said = self.example("offload_state.py", self.GPU)
         self.assertIn("to the host", said)

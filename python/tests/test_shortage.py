@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import ctypes
 import gc
@@ -155,14 +156,15 @@ class Callbacks(Simulated):
         self.assertGreater(answer.seconds, 0.05)
         self.assertFalse(_shortage.is_on(slow))
         self.assertEqual(self.refused().receipt.answers, ())
-        self.assertEqual(calls, [0.05])
+        self.assertEqual(len(calls), 1)
+        self.assertTrue(0 < calls[0] <= 0.05)
         # Given again, with more time, it is.
         self.cushion.on_shortage(slow, budget_ms=60_000)
         self.cushion.remove_callback(slow)
         patient: list[float] = []
         self.cushion.on_shortage(lambda *told: patient.append(told[2]), budget_ms=60_000)
         self.refused()
-        self.assertEqual(patient, [60.0])
+        self.assertTrue(50 < patient[0] <= 60)
 
     def test_none_is_entered_again(self) -> None:
         self.fill()
@@ -218,6 +220,44 @@ class Callbacks(Simulated):
         self.assertEqual(len(calls), 1)
         with self.assertRaisesRegex(TypeError, "is no function"):
             self.cushion.on_shortage(7)
+
+    def test_one_may_be_taken_away_while_it_goes(self) -> None:
+        cushion = self.cushion
+
+        class Owner:
+            def __init__(self) -> None:
+                self.cycle = self
+                cushion.on_shortage(self.helper())
+
+            def helper(self) -> Any:
+                self.function = lambda *_: None
+                return self.function
+
+            def __del__(self) -> None:
+                cushion.remove_callback(self.function)
+
+        gc.set_threshold(1)
+        for _ in range(50):
+            Owner()
+        self.addCleanup(gc.set_threshold, 700)
+
+    def test_one_that_was_not_called_is_not_switched_off(self) -> None:
+        from cushion import _shortage
+
+        self.fill()
+        self.engine.configure("spill_limit_mb:1024,callback_ms:100,wait_ms:0")
+        called: list[object] = []
+        function = self.cushion.on_shortage(lambda *_: called.append(1))
+        library = ctypes.CDLL(self.engine.__file__)
+        library.cushion_alloc.restype = ctypes.c_void_p
+        library.cushion_alloc.argtypes = [ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
+        thread = threading.Thread(target=lambda: library.cushion_alloc(100 * MIB, 0, None))
+        thread.start()
+        ctypes.PyDLL(None).sleep(1)
+        thread.join()
+        if not called:
+            self.assertTrue(_shortage.is_on(function))
+            self.assertFalse(self.cushion.receipts()[-1].answers[0].switched_off)
 
     def test_every_device_asks_also_those_made_later(self) -> None:
         told: list[int] = []
@@ -320,6 +360,31 @@ class LastCall(Simulated):
         gone.set()
         thread.join()
 
+    def test_not_for_what_a_callback_is_refused(self) -> None:
+        held, told = [self.fill()], []
+        self.cushion.on_refusal(told.append)
+
+        def tries_more(*_: object) -> None:
+            self.refused(2 * GIB)
+            self.engine.deallocate(held.pop())
+
+        self.cushion.on_shortage(tries_more)
+        self.engine.allocate(600 * MIB)
+        self.assertEqual(told, [])
+
+    def test_where_no_receipt_is_kept(self) -> None:
+        told: list[Any] = []
+        self.cushion.on_refusal(told.append)
+        self.cushion.keep_receipts(0)
+        self.fill()
+        error = self.refused()
+        self.assertEqual([it.number for it in told], [1])
+        self.assertEqual(error.receipt, told[0])
+        with self.assertRaisesRegex(self.cushion.OutOfMemoryError, "more than 1EB") as raised:
+            self.engine.allocate(1 << 62)
+        self.assertEqual(raised.exception.receipt.number, 2)
+        self.assertEqual(len(told), 2)
+
 
 class Receipts(Simulated):
     def test_of_an_exception(self) -> None:
@@ -370,9 +435,9 @@ class Receipts(Simulated):
         self.fill()
         with self.assertLogs("cushion", "WARNING") as logs:
             self.refused()
-        self.assertEqual(len(logs.output), 2, logs.output)
-        self.assertIn("100.00 MiB for thread 1", logs.output[0])
-        self.assertIn("ZeroDivisionError", logs.output[1])
+        (line,) = logs.output
+        self.assertIn("100.00 MiB for thread 1", line)
+        self.assertIn("ZeroDivisionError", line)
         _log.enable(False)
         with self.assertNoLogs("cushion", "WARNING"):
             self.refused()
@@ -437,11 +502,14 @@ class Budgets(Simulated):
         off = [it.rung for it in error.receipt.tried if it.ended == "off"]
         self.assertEqual((off, called), (["callbacks", "wait"], []))
         self.assertIn("maybe enough: callbacks, wait", str(error))
+        # Not for what can never fit.
+        with self.cushion.budget(skip=["callbacks"]):
+            self.assertNotIn("maybe enough", str(self.refused(2 * GIB)))
         self.refused()
         self.assertEqual(called, [1])
 
     def test_blocks_inside_each_other_and_around_functions(self) -> None:
-        read = lambda: self.engine.set_wishes(None, [])  # noqa: E731
+        read = self.engine.wishes
         once = self.cushion.budget(ms=7)
 
         @self.cushion.budget(ms=250, skip=["spill"])
@@ -457,10 +525,37 @@ class Budgets(Simulated):
         self.assertEqual(read(), (None, []))
         with self.assertRaisesRegex(ValueError, "there is no rung `roof`"), self.cushion.budget(skip=["roof"]):
             pass
+        with self.assertRaisesRegex(TypeError, "does its work after it has returned"):
+
+            @self.cushion.budget(ms=0)
+            async def later() -> None: ...
+
         for bad in (-1, float("nan")):
             with self.assertRaisesRegex(ValueError, "milliseconds"), self.cushion.budget(ms=bad):
                 pass
         self.assertEqual(read(), (None, []))
+
+    def test_tasks_that_take_turns(self) -> None:
+        async def main() -> None:
+            first_is_in, second_is_in, first_is_out = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+            async def first() -> None:
+                with self.cushion.budget(ms=0):
+                    first_is_in.set()
+                    await second_is_in.wait()
+                first_is_out.set()
+
+            async def second() -> None:
+                await first_is_in.wait()
+                with self.cushion.budget(ms=5000):
+                    second_is_in.set()
+                    await first_is_out.wait()
+                    self.assertEqual(self.engine.wishes()[0], 5000)
+
+            await asyncio.gather(first(), second())
+
+        asyncio.run(main())
+        self.assertEqual(self.engine.wishes(), (None, []))
 
 
 class Injected(Simulated):
@@ -488,6 +583,11 @@ class Injected(Simulated):
             with self.assertRaises(self.cushion.OutOfMemoryError):
                 self.engine.allocate(MIB, device)
             self.engine.allocate(MIB, device)
+
+    @support.process(CUSHION_INJECT="nth=1")
+    def test_the_variable_can_be_undone_before_the_first_allocation(self) -> None:
+        self.cushion.inject(None)
+        self.engine.allocate(MIB)
 
     @support.process(CUSHION_INJECT="sometimes")
     def test_a_bad_variable(self) -> None:
@@ -521,12 +621,28 @@ class Futures(Simulated):
         with self.assertRaises(ValueError):
             self.cushion.alloc_future("a lot")
 
+    def test_inside_of_a_callback(self) -> None:
+        held, got = [self.fill()], []
+
+        def makes_room(*_: object) -> None:
+            got.append(self.cushion.alloc_future(MIB).exception(60))
+            self.engine.deallocate(held.pop())
+            got.append(self.cushion.alloc_future(MIB).result(60))
+
+        self.cushion.on_shortage(makes_room)
+        # On the thread of futures itself, which must not wait for itself.
+        self.cushion.alloc_future("500MiB").result(60)
+        self.assertIs(type(got[0]), self.cushion.OutOfMemoryError)
+        self.assertEqual(got[1].nbytes, MIB)
+
     def test_cancelled(self) -> None:
         with self.another_holds(900 * MIB):
             future = self.cushion.alloc_future(500 * MIB)
             while self.cushion.stats()["waiting"] != 1:
                 pass
             self.assertTrue(future.cancel())
+            done, _ = concurrent.futures.wait([future], 60)
+            self.assertEqual(done, {future})
             while self.cushion.stats()["waiting"] != 0:
                 pass
             self.assertTrue(future.cancelled())

@@ -89,6 +89,20 @@ class Shortage(support.TorchCase):
         self.assertEqual(cushion.receipts()[-1].survived_by, "spill")
         del kept, spilled
 
+    def test_a_budget_s_own_time_is_told(self) -> None:
+        torch = self.install()
+        import cushion
+
+        standin, side = Standin(), torch.cuda.Stream()
+        kept = self.empty(900 * MIB)
+        standin.launch(side.cuda_stream)
+        kept.record_stream(side)
+        del kept
+        with cushion.budget(ms=0):
+            error = self.refused(500 * MIB)
+        self.assertRegex(self.remedies(error)[0], r"900\.00 MiB wait for work .* this one had 0 ms\.")
+        standin.finish_all()
+
     def test_what_is_missing_is_enough(self) -> None:
         self.install()
         kept = [self.empty(500 * MIB), self.empty(400 * MIB)]
@@ -351,6 +365,60 @@ class Shortage(support.TorchCase):
         self.assertEqual(view.untyped_storage().data_ptr(), state[0]["average"].data_ptr())
         averages.remove()
         self.refused(500 * MIB)
+
+    def test_what_an_offloader_takes(self) -> None:
+        torch = self.install()
+        import cushion
+
+        model = torch.nn.Linear(1000, 1000, device="cuda")
+        optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        weights = 4 * 1001000
+        for named, size in (
+            (model, weights),
+            (optimizer, weights),
+            ([model.weight, model.weight[3:], None], 4 * 10**6),
+        ):
+            mover = cushion.offloader(lambda named=named: named)
+            self.assertGreaterEqual(mover.away(), size)
+            mover.remove()
+        with self.assertRaisesRegex(TypeError, "names no tensors"):
+            cushion.offloader(lambda: object()).away()
+        with self.assertRaisesRegex(TypeError, "is no function"):
+            cushion.offloader(5)  # type: ignore[call-overload]
+
+    def test_an_offloader_leaves_what_cannot_go_and_forgets_what_is_gone(self) -> None:
+        self.install()
+        import cushion
+
+        tensors = [
+            self.empty(100 * MIB),
+            cushion.alloc_future(100 * MIB, dtype="uint8").result(60),
+            self.empty(50 * MIB),
+        ]
+        mover = cushion.offloader(lambda: tensors)
+        self.assertEqual(mover.away(), 150 * MIB)
+        del tensors[0]
+        gc.collect()
+        mover.back()
+        self.assertEqual(mover.bytes_away, 0)
+        self.assertEqual([tensor.untyped_storage().nbytes() for tensor in tensors], [100 * MIB, 50 * MIB])
+        mover.remove()
+
+    def test_what_is_back_is_for_the_stream_it_was_for(self) -> None:
+        torch = self.install()
+        import cushion
+        from cushion import _cushion
+
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            tensor = self.empty(100 * MIB)
+        mover = cushion.offloader(lambda: tensor)
+        mover.away()
+        mover.back()
+        self.assertEqual(_cushion.stream_of(tensor.data_ptr()), side.cuda_stream)
 
     # ---- the door that asks for less ----
 

@@ -92,7 +92,7 @@ def shortages() -> tuple[Job, ...]:
         *for_policies(["neighbour"], 240),
         *for_policies(["spilled"], 300, workloads),
         *for_policies(["side_stream"], 120),
-        *for_policies(["micro_batches"], 300),
+        Job("micro_batches", ("micro_batches.py",), 300),
         *for_policies(["callbacks"], 120),
         *for_policies(["injected"], 240),
     )

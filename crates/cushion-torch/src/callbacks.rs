@@ -1,23 +1,29 @@
 //! What a Python program does about a shortage: its callbacks, and its last call before a refusal.
 //!
-//! A callback runs on the thread that is short of memory, which has given Python's lock up and holds none of
-//! Cushion's. One that belongs to no engine yet is asked by each as it is made.
+//! A callback runs on the thread that is short of memory, which has given Python's lock up and holds none of Cushion's; for
+//! a thread that Python does not know, on one of ours (`gil.rs`).
 
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
-use cushion::core::{Callback, CallbackId, Plea, Receipt, Reply};
+use cushion::core::{
+    Callback, CallbackId, Driver as _, Owner, Plea, Receipt, Reply, current_owner, is_in_callback,
+};
 use cushion::{DeviceEngine, devices};
 use pyo3::exceptions::PyKeyboardInterrupt;
 use pyo3::prelude::*;
 
-use crate::{gil, receipts, threads};
+use crate::{gil, receipts};
 
 /// How long a callback waits for Python's lock.
 const PATIENCE: Duration = Duration::from_secs(2);
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 // ---- on a shortage ----
 
@@ -30,8 +36,17 @@ struct Registered {
 static CALLBACKS: Mutex<BTreeMap<u64, Registered>> = Mutex::new(BTreeMap::new());
 static NUMBERS: AtomicU64 = AtomicU64::new(0);
 
-fn callbacks() -> std::sync::MutexGuard<'static, BTreeMap<u64, Registered>> {
-    CALLBACKS.lock().unwrap_or_else(PoisonError::into_inner)
+fn next_number() -> u64 {
+    NUMBERS.fetch_add(1, Ordering::Relaxed) + 1
+}
+
+/// Lets an engine ask every callback that it does not ask yet.
+pub(crate) fn add_to(engine: &DeviceEngine) {
+    let device = engine.driver().properties().device;
+    for registered in lock(&CALLBACKS).values_mut() {
+        let callback = &registered.callback;
+        registered.on.entry(device).or_insert_with(|| engine.add_callback(Arc::clone(callback)));
+    }
 }
 
 /// Calls `function(device, bytes, seconds_left)` when memory runs out, on every device; returns its number. It may
@@ -45,34 +60,26 @@ pub(crate) fn add_callback(
     priority: i32,
     budget_ms: Option<u64>,
 ) -> u64 {
+    let function = Arc::new(function);
     let callback = Callback::new(name, priority, move |plea| ask(&function, plea));
     let callback = Arc::new(match budget_ms {
         Some(ms) => callback.with_budget(Duration::from_millis(ms)),
         None => callback,
     });
-    let number = NUMBERS.fetch_add(1, Ordering::Relaxed) + 1;
+    let number = next_number();
     py.detach(|| {
-        callbacks().insert(number, Registered { callback, on: BTreeMap::new() });
-        devices().for_each(move |engine| add_to(engine, number));
+        lock(&CALLBACKS).insert(number, Registered { callback, on: BTreeMap::new() });
+        devices().made().for_each(|(_, engine)| add_to(engine));
     });
     number
-}
-
-/// Lets an engine ask a callback, unless it was taken away.
-fn add_to(engine: &DeviceEngine, number: u64) {
-    use cushion::core::Driver as _;
-
-    if let Some(registered) = callbacks().get_mut(&number) {
-        let id = engine.add_callback(Arc::clone(&registered.callback));
-        registered.on.insert(engine.driver().properties().device, id);
-    }
 }
 
 /// Takes a callback away; false if it is gone already. One that runs now runs on.
 #[pyfunction]
 pub(crate) fn remove_callback(py: Python<'_>, number: u64) -> bool {
     let removed = py.detach(|| {
-        let removed = callbacks().remove(&number)?;
+        let removed = lock(&CALLBACKS).remove(&number)?;
+        // An engine that is being made may have it already: it is dropped there when it would be called.
         removed.callback.switch_off();
         for (device, id) in &removed.on {
             if let Some(engine) = devices().get(i64::from(*device)) {
@@ -88,40 +95,57 @@ pub(crate) fn remove_callback(py: Python<'_>, number: u64) -> bool {
 /// Whether a callback is there and was not switched off for taking too long.
 #[pyfunction]
 pub(crate) fn is_callback_on(py: Python<'_>, number: u64) -> bool {
-    py.detach(|| callbacks().get(&number).is_some_and(|it| !it.callback.is_off()))
+    py.detach(|| lock(&CALLBACKS).get(&number).is_some_and(|it| !it.callback.is_off()))
 }
 
 /// Asks a function of Python's. What it returns, and what it raises, is for the receipt.
-fn ask(function: &Py<PyAny>, plea: &Plea) -> Reply {
-    let asked = gil::attach_within(PATIENCE.min(plea.time_left), |py| {
-        let told = (plea.device, plea.bytes, plea.time_left.as_secs_f64());
-        let said = function.call1(py, told).and_then(|said| {
-            if said.is_none(py) {
-                return Ok(None);
-            }
-            Ok(Some(said.bind(py).str()?.to_string_lossy().into_owned()))
-        });
-        match said {
-            Ok(None) => Reply::Nothing,
-            Ok(Some(text)) => Reply::Said(text),
-            Err(error) => {
-                note_interrupt(py, &error);
-                Reply::Failed(receipts::explain(py, &error))
-            }
-        }
+#[expect(clippy::disallowed_methods, reason = "a Python program lives on real time")]
+fn ask(function: &Arc<Py<PyAny>>, plea: &Plea) -> Reply {
+    let (plea, function, asked) = (*plea, Arc::clone(function), Instant::now());
+    let patience = PATIENCE.min(plea.time_left);
+    let called = Arc::new(AtomicBool::new(false));
+    let begins = Arc::clone(&called);
+    let reply = gil::attach_within(patience, plea.time_left, move |py| {
+        begins.store(true, Ordering::Release);
+        let left = plea.time_left.saturating_sub(asked.elapsed());
+        call(py, &function, (plea.device, plea.bytes, left.as_secs_f64()))
     });
-    let waited = PATIENCE.min(plea.time_left).as_secs_f64();
-    asked.unwrap_or_else(|| {
-        Reply::Failed(format!(
-            "it was not called: Python's lock was not to be had in {waited:.1} s"
-        ))
-    })
+    match reply {
+        Some(reply) => reply,
+        None if called.load(Ordering::Acquire) => {
+            Reply::Failed("it was not waited for any longer, and goes on by itself".to_owned())
+        }
+        None => Reply::NotCalled(format!(
+            "it was not called: Python's lock was not to be had in {:.1} s",
+            patience.as_secs_f64()
+        )),
+    }
 }
+
+fn call(py: Python<'_>, function: &Py<PyAny>, told: (u32, u64, f64)) -> Reply {
+    let said = function.call1(py, told).and_then(|said| {
+        if said.is_none(py) {
+            return Ok(None);
+        }
+        Ok(Some(said.bind(py).str()?.to_string_lossy().into_owned()))
+    });
+    match said {
+        Ok(None) => Reply::Nothing,
+        Ok(Some(text)) => Reply::Said(text),
+        Err(error) => {
+            note_interrupt(py, &error);
+            Reply::Failed(receipts::explain(py, &error))
+        }
+    }
+}
+
+// ---- Ctrl-C ----
 
 /// Whether Ctrl-C was pressed while a function of Python's ran here: it was meant for the program.
 static INTERRUPTED: AtomicBool = AtomicBool::new(false);
 
-fn note_interrupt(py: Python<'_>, error: &PyErr) {
+/// An exception that goes no further: if it is Ctrl-C, the program gets it later.
+pub(crate) fn note_interrupt(py: Python<'_>, error: &PyErr) {
     if error.is_instance_of::<PyKeyboardInterrupt>(py) {
         INTERRUPTED.store(true, Ordering::Relaxed);
     }
@@ -139,65 +163,71 @@ pub(crate) fn pass_on_interrupt() {
     }
 }
 
+/// Tells Python of an exception that nobody can catch.
+pub(crate) fn show(py: Python<'_>, error: PyErr, raised_by: &Bound<'_, PyAny>) {
+    note_interrupt(py, &error);
+    error.write_unraisable(py, Some(raised_by));
+}
+
 // ---- before a refusal ----
 
 static LAST_CALLS: Mutex<Vec<(u64, Py<PyAny>)>> = Mutex::new(Vec::new());
 
-/// How long a last call waits for Python's lock.
+/// How long a last call waits for Python's lock, and how long it may take where the thread cannot make it itself.
 const LAST_PATIENCE: Duration = Duration::from_secs(10);
+const LAST_BUDGET: Duration = Duration::from_secs(600);
+
+/// Who expects refusals, and how often over.
+static EXPECTING: Mutex<BTreeMap<Owner, u32>> = Mutex::new(BTreeMap::new());
 
 thread_local! {
-    static EXPECTED: Cell<u32> = const { Cell::new(0) };
+    /// As whom this thread expects refusals, the latest last: it may work for somebody else by now.
+    static EXPECTED: RefCell<Vec<Owner>> = const { RefCell::new(Vec::new()) };
     static IN_LAST_CALL: Cell<bool> = const { Cell::new(false) };
-}
-
-/// How many threads expect refusals.
-static EXPECTING: AtomicUsize = AtomicUsize::new(0);
-
-fn last_calls() -> std::sync::MutexGuard<'static, Vec<(u64, Py<PyAny>)>> {
-    LAST_CALLS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Calls `function(receipt)` before an allocation is refused that nobody expects to be; the receipt is JSON. Returns its
 /// number.
 #[pyfunction]
 pub(crate) fn add_last_call(function: Py<PyAny>) -> u64 {
-    let number = NUMBERS.fetch_add(1, Ordering::Relaxed) + 1;
-    last_calls().push((number, function));
+    let number = next_number();
+    lock(&LAST_CALLS).push((number, function));
     number
 }
 
 /// Takes a last call away; false if it is gone already.
 #[pyfunction]
 pub(crate) fn remove_last_call(number: u64) -> bool {
-    let mut calls = last_calls();
+    let mut calls = lock(&LAST_CALLS);
     let index = calls.iter().position(|(other, _)| *other == number);
     let removed = index.map(|index| calls.remove(index));
     drop(calls);
     removed.is_some()
 }
 
-/// From now on, or no longer, this thread expects allocations to be refused, and tries again: that is no end.
+/// From now on, or no longer, this thread expects allocations to be refused, and tries again: that is no end. Holds for
+/// PyTorch's threads that compute its gradients, too.
 #[pyfunction]
 pub(crate) fn expect_refusals(expect: bool) {
+    let mut expecting = lock(&EXPECTING);
     if expect {
-        EXPECTED.set(EXPECTED.get() + 1);
-        EXPECTING.fetch_add(1, Ordering::Relaxed);
-    } else if EXPECTED.get() > 0 {
-        EXPECTED.set(EXPECTED.get() - 1);
-        EXPECTING.fetch_sub(1, Ordering::Relaxed);
+        let owner = current_owner();
+        EXPECTED.with_borrow_mut(|expected| expected.push(owner));
+        *expecting.entry(owner).or_default() += 1;
+    } else if let Some(owner) = EXPECTED.with_borrow_mut(Vec::pop)
+        && let Some(count) = expecting.get_mut(&owner)
+    {
+        *count -= 1;
+        if *count == 0 {
+            expecting.remove(&owner);
+        }
     }
-}
-
-/// Whether somebody tries again if this thread is refused. PyTorch's threads for gradients work for whoever does.
-fn is_expected() -> bool {
-    EXPECTED.get() > 0 || EXPECTING.load(Ordering::Relaxed) > 0 && threads::computes_gradients()
 }
 
 /// Who expected the refusal of this receipt has given up.
 #[pyfunction]
 pub(crate) fn refuse_after_all(device: i64, number: u64) {
-    let receipt = devices().get(device).and_then(|engine| engine.receipt(number));
+    let receipt = devices().get(device).and_then(|engine| receipts::find(engine, number));
     if let Some(receipt) = receipt {
         call_last(&receipt);
     }
@@ -205,20 +235,26 @@ pub(crate) fn refuse_after_all(device: i64, number: u64) {
 
 /// The program's last calls, before the refusal of this receipt is raised.
 pub(crate) fn call_last(receipt: &Receipt) {
-    // With nobody to tell, Python's lock is not taken.
-    if last_calls().is_empty() || is_expected() || IN_LAST_CALL.replace(true) {
+    // With nobody to tell, Python's lock is not taken. What a callback is refused is no end either.
+    if lock(&LAST_CALLS).is_empty()
+        || is_in_callback()
+        || lock(&EXPECTING).contains_key(&receipt.owner)
+        || IN_LAST_CALL.replace(true)
+    {
         return;
     }
     let text = receipts::json(receipt);
-    gil::attach_within(LAST_PATIENCE, |py| {
+    gil::attach_within(LAST_PATIENCE, LAST_BUDGET, move |py| {
+        // Of this thread, which may not be the one that was refused.
+        let before = IN_LAST_CALL.replace(true);
         // Copied: Python runs below, and no lock of ours may be held while it does.
-        let called: Vec<_> = last_calls().iter().map(|(_, call)| call.clone_ref(py)).collect();
+        let called: Vec<_> = lock(&LAST_CALLS).iter().map(|(_, call)| call.clone_ref(py)).collect();
         for call in called {
             if let Err(error) = call.call1(py, (&text,)) {
-                note_interrupt(py, &error);
-                error.write_unraisable(py, Some(call.bind(py)));
+                show(py, error, call.bind(py));
             }
         }
+        IN_LAST_CALL.set(before);
     });
     IN_LAST_CALL.set(false);
 }

@@ -13,7 +13,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::task::{Context as Polled, Poll, Wake, Waker};
 
 use cushion::DeviceDriver;
-use cushion::core::{AllocError, AllocFuture};
+use cushion::core::{AllocError, AllocFuture, is_in_callback};
 use pyo3::prelude::*;
 
 use crate::throw::Failure;
@@ -43,7 +43,7 @@ pub(crate) struct Pending(Arc<Task>);
 
 #[pymethods]
 impl Pending {
-    /// Gives the request up; what `done` would be called with is nobody's business any more.
+    /// Gives the request up, unless it is over; `done(None, None, False)` says that it was.
     fn cancel(&self) {
         self.0.cancelled.store(true, Ordering::Release);
         // Not here: the request may be at a rung that needs Python's lock, which this thread has.
@@ -72,7 +72,8 @@ impl Wake for Task {
     }
 }
 
-/// Starts a request; calls `done(address, None, False)`, or `done(None, why, is_out_of_memory)`, when it is over.
+/// Starts a request; calls `done(address, None, False)`, or `done(None, why, is_out_of_memory)`, when it is over, or
+/// `done(None, None, False)` when it was given up.
 pub(crate) fn start(device: i64, request: Request, done: Py<PyAny>) -> Result<Pending, Failure> {
     let task = Arc::new(Task {
         device,
@@ -81,8 +82,14 @@ pub(crate) fn start(device: i64, request: Request, done: Py<PyAny>) -> Result<Pe
         queued: AtomicBool::new(false),
         cancelled: AtomicBool::new(false),
     });
-    begin()?;
-    Arc::clone(&task).wake();
+    if is_in_callback() {
+        // It never waits; and the thread of futures may be the one that waits for this callback.
+        task.queued.store(true, Ordering::Release);
+        Arc::clone(&task).go_on();
+    } else {
+        begin()?;
+        Arc::clone(&task).wake();
+    }
     Ok(Pending(task))
 }
 
@@ -129,7 +136,7 @@ impl Task {
             // Gives its place back.
             *request = None;
             drop(request);
-            self.forget();
+            self.tell((None, None, false));
             return;
         }
         let Some(asked) = request.as_mut() else { return };
@@ -160,14 +167,6 @@ impl Task {
             {
                 error.write_unraisable(py, Some(done.bind(py)));
             }
-        });
-    }
-
-    /// What is to be called goes, with Python's lock held.
-    fn forget(&self) {
-        gil::attach_ours(|_| {
-            let done = lock(&self.done).take();
-            drop(done);
         });
     }
 }

@@ -15,10 +15,12 @@
 //! Once the interpreter begins to shut down ([`stop`]) nothing here touches it any more.
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{Sender, SyncSender, channel, sync_channel};
-use std::sync::{Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::mpsc::{Sender, channel, sync_channel};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
+use cushion::core::{self, is_in_callback};
+use cushion::devices;
 use pyo3::Python;
 use pyo3::ffi::{self, PyThreadState};
 
@@ -41,6 +43,10 @@ fn ours() -> MutexGuard<'static, usize> {
 pub(crate) fn stop() {
     const PATIENCE: Duration = Duration::from_secs(1);
     STOPPED.store(true, Ordering::SeqCst);
+    // In a child made by fork they are gone.
+    if devices().is_abandoned() {
+        return;
+    }
     // One that takes longer is left to its fate.
     let _ = FEWER.wait_timeout_while(ours(), PATIENCE, |ours| *ours > 0);
 }
@@ -77,14 +83,40 @@ pub(crate) fn attach<T>(f: impl FnOnce(Python<'_>) -> T) -> T {
 }
 
 /// Runs `f` with the lock; not at all if Python shuts down, or if the lock is not given up by whoever has it for as
-/// long as `patience`.
+/// long as `patience`. Then the caller goes on without it, and so it does if `f` takes longer than `at_most`.
 ///
-/// Python can only wait for its lock for ever, so another thread asks first. That one got it says that it changes hands.
-pub(crate) fn attach_within<T>(patience: Duration, f: impl FnOnce(Python<'_>) -> T) -> Option<T> {
+/// Python can only wait for its lock for ever, so another thread asks first: that it got it says that it changes hands. A
+/// thread that Python knows then runs `f` itself: it had the lock before, and will need it again. One that Python does not
+/// know has `f` run by that other thread.
+pub(crate) fn attach_within<T: Send + 'static>(
+    patience: Duration,
+    at_most: Duration,
+    f: impl FnOnce(Python<'_>) -> T + Send + 'static,
+) -> Option<T> {
     if !is_running() {
         return None;
     }
-    (is_held() || changes_hands(patience)).then(|| attach(f))
+    if is_held() {
+        return Some(attach(f));
+    }
+    if is_known() {
+        let changes_hands = run_elsewhere(patience, patience, |_| ()).is_some();
+        return (changes_hands && is_running()).then(|| attach(f));
+    }
+    let in_callback = is_in_callback();
+    run_elsewhere(
+        patience,
+        at_most,
+        move |py| {
+            if in_callback { core::in_callback(|| f(py)) } else { f(py) }
+        },
+    )
+}
+
+/// Whether Python knows this thread.
+fn is_known() -> bool {
+    // SAFETY: it has no precondition.
+    !unsafe { ffi::PyGILState_GetThisThreadState() }.is_null()
 }
 
 /// As [`attach`], for a thread of our own: not at all if Python shuts down.
@@ -96,33 +128,43 @@ pub(crate) fn attach_ours<T>(f: impl FnOnce(Python<'_>) -> T) -> Option<T> {
     result
 }
 
-/// Whether another thread gets the lock within `patience`.
-fn changes_hands(patience: Duration) -> bool {
-    static PROBE: Mutex<Option<Sender<SyncSender<()>>>> = Mutex::new(None);
-    let (reply, got) = sync_channel(1);
-    {
-        let mut probe = PROBE.lock().unwrap_or_else(PoisonError::into_inner);
-        if probe.is_none() {
-            let (ask, asked) = channel::<SyncSender<()>>();
-            let ask_for_lock = move || {
-                for reply in asked {
-                    if attach_ours(|_| ()).is_some() {
-                        // Who asked may have given up.
-                        let _ = reply.send(());
-                    }
-                }
-            };
-            let thread = std::thread::Builder::new().name("cushion-lock".to_owned());
-            if thread.spawn(ask_for_lock).is_err() {
-                return false;
+type Job = Box<dyn FnOnce() + Send>;
+
+/// Has another thread run `f` with the lock; waits `patience` for it to begin, and then `at_most` for it to end.
+fn run_elsewhere<T: Send + 'static>(
+    patience: Duration,
+    at_most: Duration,
+    f: impl FnOnce(Python<'_>) -> T + Send + 'static,
+) -> Option<T> {
+    static WORKER: Mutex<Option<Sender<Job>>> = Mutex::new(None);
+    let (begin, begun) = sync_channel(1);
+    let (reply, result) = sync_channel(1);
+    // Who asked may have given up: then it is not begun, or its result is nobody's.
+    let wanted = Arc::new(AtomicBool::new(true));
+    let still_wanted = Arc::clone(&wanted);
+    let job: Job = Box::new(move || {
+        attach_ours(|py| {
+            if still_wanted.swap(false, Ordering::AcqRel) {
+                let _ = begin.send(());
+                let _ = reply.send(f(py));
             }
-            *probe = Some(ask);
+        });
+    });
+    {
+        let mut worker = WORKER.lock().unwrap_or_else(PoisonError::into_inner);
+        if worker.is_none() {
+            let (ask, asked) = channel::<Job>();
+            let work = move || asked.into_iter().for_each(|job| job());
+            let thread = std::thread::Builder::new().name("cushion-lock".to_owned());
+            thread.spawn(work).ok()?;
+            *worker = Some(ask);
         }
-        if probe.as_ref().is_none_or(|ask| ask.send(reply).is_err()) {
-            return false;
-        }
+        worker.as_ref()?.send(job).ok()?;
     }
-    got.recv_timeout(patience).is_ok()
+    if begun.recv_timeout(patience).is_err() && wanted.swap(false, Ordering::AcqRel) {
+        return None;
+    }
+    result.recv_timeout(at_most).ok()
 }
 
 /// A use of the lock, until this is dropped.

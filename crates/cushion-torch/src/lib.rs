@@ -241,13 +241,9 @@ mod _cushion {
         parse_bytes(size).map_err(PyValueError::new_err)
     }
 
-    /// Sets how long each request of this thread may wait, and which rungs it leaves out beside those of the options;
-    /// returns what was set before.
+    /// Sets how long each request of this thread may wait, and which rungs it leaves out beside those of the options.
     #[pyfunction]
-    fn set_wishes(
-        budget_ms: Option<f64>,
-        skip: Vec<String>,
-    ) -> PyResult<(Option<f64>, Vec<&'static str>)> {
+    fn set_wishes(budget_ms: Option<f64>, skip: Vec<String>) -> PyResult<()> {
         let budget = match budget_ms.map(|ms| Duration::try_from_secs_f64(ms / 1e3)) {
             None => None,
             Some(Ok(budget)) => Some(budget),
@@ -267,8 +263,9 @@ mod _cushion {
             })
         };
         let skip = skip.iter().map(rung).collect::<PyResult<RungSet>>()?;
-        let budget = set_budget(budget).map(|budget| budget.as_secs_f64() * 1e3);
-        Ok((budget, set_skipped_rungs(skip).iter().map(Rung::name).collect()))
+        set_budget(budget);
+        set_skipped_rungs(skip);
+        Ok(())
     }
 
     /// Allocations are made to fail by these rules from now on, on every device; none end it. Returns those before.
@@ -278,6 +275,7 @@ mod _cushion {
         let parsed = rules.map(str::parse::<Injection>).transpose();
         let parsed = parsed.map_err(|error| PyValueError::new_err(error.to_string()))?;
         let before = py.detach(|| devices().inject(parsed));
+        let before = before.map_err(|error| PyValueError::new_err(error.to_string()))?;
         Ok(before.map(|injection| injection.to_string()))
     }
 
@@ -304,6 +302,20 @@ mod _cushion {
         py.detach(|| holder().map(|(device, _)| device))
     }
 
+    /// The stream that a live allocation is for; none if it is not Cushion's.
+    #[pyfunction]
+    fn stream_of(py: Python<'_>, address: u64) -> Option<u64> {
+        let found = || devices().made().find_map(|(_, engine)| engine.stream_of(address));
+        py.detach(|| found().map(|stream| stream.0))
+    }
+
+    /// How long each request of this thread may wait, in milliseconds, and which rungs it leaves out.
+    #[pyfunction]
+    fn wishes() -> (Option<f64>, Vec<&'static str>) {
+        let budget = cushion::core::budget().map(|budget| budget.as_secs_f64() * 1e3);
+        (budget, cushion::core::skipped_rungs().iter().map(Rung::name).collect())
+    }
+
     /// What nobody holds of a device, other processes included, and its size.
     #[pyfunction]
     #[pyo3(signature = (device=0))]
@@ -321,10 +333,18 @@ mod _cushion {
 
     /// As PyTorch raises it, where PyTorch is loaded.
     fn out_of_memory(py: Python<'_>, text: String) -> PyErr {
-        let made = py
-            .import("cushion._receipts")
-            .and_then(|module| module.getattr("out_of_memory_class")?.call0()?.call1((&text,)));
-        match made {
+        // Looked up, not called: code that runs now could be interrupted, and take this error's place.
+        let class = || {
+            let modules = py.import("sys")?.getattr("modules")?;
+            let torch = modules.get_item("torch");
+            // Up to 2.4 PyTorch has only the second of these names. Another thread may be importing it.
+            let of_torch = torch.and_then(|torch| {
+                let name = "OutOfMemoryError";
+                torch.getattr(name).or_else(|_| torch.getattr("cuda")?.getattr(name))
+            });
+            of_torch.or_else(|_| modules.get_item("cushion._receipts")?.getattr("OutOfMemoryError"))
+        };
+        match class().and_then(|class| class.call1((&text,))) {
             Ok(error) => PyErr::from_value(error),
             Err(_) => PyMemoryError::new_err(text),
         }

@@ -5,6 +5,7 @@
 //! Python finds that. Nothing in it is advice for every case: each sentence is there because it is true for this one.
 
 use std::fmt::Write as _;
+use std::time::Duration;
 
 use cushion::core::size::display;
 use cushion::core::{AllocError, Ended, Options, Policy, Receipt, Remedy, Rung, Shortage};
@@ -27,8 +28,10 @@ pub(crate) fn message(
     receipt: Option<&Receipt>,
     processes: &GpuProcesses,
 ) -> String {
+    // Python's `.receipt` looks for this.
+    let number = format!("Cushion's receipt: {} on GPU {device}.", shortage.receipt);
     if shortage.requested >= EXBIBYTE {
-        return "CUDA out of memory. Tried to allocate more than 1EB memory.".to_owned();
+        return format!("CUDA out of memory. Tried to allocate more than 1EB memory. {number}");
     }
     let mut text = as_pytorch(device, shortage);
     add_what_was_tried(&mut text, shortage);
@@ -39,8 +42,7 @@ pub(crate) fn message(
     }
     add_processes(&mut text, shortage, processes);
     add_remedies(&mut text, &remedies(shortage, &devices().options()));
-    // Python's `.receipt` looks for this.
-    let _ = write!(text, "\nCushion's receipt: {} on GPU {device}.", shortage.receipt);
+    let _ = write!(text, "\n{number}");
     text
 }
 
@@ -53,7 +55,9 @@ fn as_pytorch(device: i64, shortage: &Shortage) -> String {
          is free. ",
         display(shortage.wanted),
         display(device_total),
-        display(shortage.device_free.unwrap_or(0)),
+        shortage
+            .device_free
+            .map_or("an unknown amount".to_owned(), |free| display(free).to_string()),
     );
     if let Some(allowed) = allowed {
         let _ = write!(text, "{} allowed; ", display(allowed));
@@ -210,7 +214,6 @@ fn remedies(shortage: &Shortage, options: &Options) -> Vec<String> {
     }
     let mut all = Vec::new();
     let most = shortage.allowed.unwrap_or(u64::MAX).min(shortage.device_total);
-    all.extend(rungs_left_out(shortage));
     all.extend(more_allowed(shortage));
     for remedy in shortage.remedies() {
         match remedy {
@@ -220,26 +223,25 @@ fn remedies(shortage: &Shortage, options: &Options) -> Vec<String> {
                     .to_owned(),
             ),
             Remedy::Pending(bytes) => all.push(format!(
-                "{} wait for work on other streams: give it more time, CUSHION_WAIT_MS={} (now {}).",
+                "{} wait for work on other streams: give it more time, {}.",
                 display(bytes),
-                longer(options.wait_ms),
-                options.wait_ms,
+                longer(shortage.budget),
             )),
             Remedy::Others(bytes) => all.push(format!(
                 "{} are held by other processes, or by this one past its allocator: end one, or wait longer for it \
-                 to end, CUSHION_WAIT_MS={} (now {}).",
+                 to end, {}.",
                 display(bytes),
-                longer(options.wait_ms),
-                options.wait_ms,
+                longer(shortage.budget),
             )),
             Remedy::OutsideCapture => all.push(
                 "Run what is captured once before the capture: outside of it, cached memory can be given back."
                     .to_owned(),
             ),
             Remedy::More(missing) if shortage.size > most => all.push(format!(
-                "This one tensor is {} more than there could ever be: make it smaller, for instance by splitting \
-                 the batch (cushion.retry(step, batch, split=cushion.split_batch)).",
+                "This one request is {} more than {}: make it smaller, for instance by splitting the batch \
+                 (cushion.retry(step, batch, split=cushion.split_batch)).",
                 display(missing),
+                if most < shortage.device_total { "this process is allowed" } else { "this GPU has" },
             )),
             Remedy::More(missing) => all.push(format!(
                 "{} more would be enough: a smaller batch, or the same one in parts \
@@ -249,13 +251,16 @@ fn remedies(shortage: &Shortage, options: &Options) -> Vec<String> {
             _ => {}
         }
     }
+    all.extend(rungs_left_out(shortage).filter(|_| shortage.size <= most));
     all.extend(host_memory(shortage, options));
     all
 }
 
 /// Four times as long, and a minute at least.
-fn longer(wait_ms: u64) -> u64 {
-    wait_ms.saturating_mul(4).max(60_000)
+fn longer(budget: Duration) -> String {
+    let now = budget.as_millis();
+    let longer = now.saturating_mul(4).max(60_000);
+    format!("CUSHION_WAIT_MS={longer} or cushion.budget(ms={longer}); this one had {now} ms")
 }
 
 /// The limit is what is in the way, and the device has more.
@@ -294,7 +299,7 @@ fn rungs_left_out(shortage: &Shortage) -> Option<String> {
 /// Host memory was not tried, and may serve it.
 fn host_memory(shortage: &Shortage, options: &Options) -> Option<String> {
     let tried = shortage.tried.iter().any(|tried| tried.rung == Rung::Spill);
-    if tried || shortage.recording || shortage.requested < options.spill_over {
+    if tried || shortage.ahead || shortage.recording || shortage.requested < options.spill_over {
         return None;
     }
     let limit = shortage.spilled.saturating_add(shortage.size).div_ceil(MIB).next_multiple_of(1024);

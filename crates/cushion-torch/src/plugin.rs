@@ -81,7 +81,8 @@ pub(crate) fn free(address: u64, device: i64) {
 /// Gives back what [`alloc_for`] gave on any device. An address that is not live is an error; a free whose event could
 /// not be recorded is none, as above.
 pub(crate) fn free_for(address: u64, context: Context) -> Result<(), AddressError> {
-    if address == 0 {
+    // In a child made by fork there is nothing to give back.
+    if address == 0 || devices().is_abandoned() {
         return Ok(());
     }
     for (device, engine) in devices().made() {

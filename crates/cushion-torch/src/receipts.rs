@@ -1,15 +1,17 @@
 //! Receipts for Python: as JSON, with the Python stacks that tags stand for, and as they come.
 
-use std::sync::{Mutex, PoisonError};
+use std::cell::RefCell;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use cushion::core::{Context, Receipt};
-use cushion::devices;
+use cushion::{DeviceEngine, devices};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 
-use crate::{gil, recorder, stacks};
+use crate::{callbacks, gil, recorder, stacks};
 
 /// How long a thread that was short of memory waits for Python's lock to tell of it.
 const PATIENCE: Duration = Duration::from_secs(1);
@@ -17,15 +19,42 @@ const PATIENCE: Duration = Duration::from_secs(1);
 /// How many frames of a stack a receipt has at most.
 const MOST_FRAMES: usize = 24;
 
-/// Every engine has its receipts explained, and tells who wants to know.
+/// How many receipts an engine keeps; what it keeps by itself if nobody has said.
+static KEPT: AtomicUsize = AtomicUsize::new(UNSAID);
+const UNSAID: usize = usize::MAX;
+
+thread_local! {
+    /// The latest receipt of this thread, kept for the message even where none are.
+    static LATEST: RefCell<Option<Arc<Receipt>>> = const { RefCell::new(None) };
+}
+
+/// Every engine has its receipts explained, tells who wants to know, and asks the program's callbacks.
 pub(crate) fn begin() {
     static ONCE: std::sync::Once = std::sync::Once::new();
     ONCE.call_once(|| {
         devices().for_each(|engine| {
             engine.explain_tags(stacks_of);
-            engine.on_receipt(tell);
+            engine.on_receipt(|receipt| {
+                if !receipt.outcome.is_survived() {
+                    LATEST.set(Some(Arc::new(receipt.clone())));
+                }
+                tell(receipt);
+            });
+            if KEPT.load(Ordering::Relaxed) != UNSAID {
+                engine.keep_receipts(KEPT.load(Ordering::Relaxed));
+            }
+            callbacks::add_to(engine);
         });
     });
+}
+
+/// The receipt of this number, of the shortage that this thread has just had, or of those that are kept.
+pub(crate) fn find(engine: &DeviceEngine, number: u64) -> Option<Arc<Receipt>> {
+    use cushion::core::Driver as _;
+
+    let device = engine.driver().properties().device;
+    let is_it = |receipt: &Arc<Receipt>| (receipt.device, receipt.number) == (device, number);
+    LATEST.with_borrow(|latest| latest.clone().filter(is_it)).or_else(|| engine.receipt(number))
 }
 
 /// A receipt as Python gets it: as in files, with its line for people and what would help in words.
@@ -58,7 +87,7 @@ pub(crate) fn receipts(py: Python<'_>, device: Option<i64>) -> Vec<String> {
 /// One receipt as JSON, if it is still kept.
 #[pyfunction]
 pub(crate) fn receipt(py: Python<'_>, device: i64, number: u64) -> Option<String> {
-    py.detach(|| devices().get(device)?.receipt(number).map(|receipt| json(&receipt)))
+    py.detach(|| find(devices().get(device)?, number).map(|receipt| json(&receipt)))
 }
 
 /// Keeps so many receipts of each device.
@@ -70,7 +99,8 @@ pub(crate) fn keep_receipts(py: Python<'_>, count: usize) -> PyResult<()> {
             "{count} receipts are too many: at most {MOST}"
         )));
     }
-    py.detach(|| devices().for_each(move |engine| engine.keep_receipts(count)));
+    KEPT.store(count, Ordering::Relaxed);
+    py.detach(|| devices().made().for_each(|(_, engine)| engine.keep_receipts(count)));
     Ok(())
 }
 
@@ -96,12 +126,12 @@ fn tell(receipt: &Receipt) {
         return;
     }
     let text = json(receipt);
-    gil::attach_within(PATIENCE, |py| {
+    gil::attach_within(PATIENCE, PATIENCE, |py| {
         let told = observer().as_ref().map(|observer| observer.clone_ref(py));
         if let Some(told) = told
             && let Err(error) = told.call1(py, (text,))
         {
-            error.write_unraisable(py, Some(told.bind(py)));
+            callbacks::show(py, error, told.bind(py));
         }
     });
 }
@@ -113,7 +143,8 @@ fn stacks_of(tags: &[Context]) -> Vec<Vec<String>> {
     if !tags.iter().any(has_stack) {
         return Vec::new();
     }
-    let told = gil::attach_within(PATIENCE, |py| {
+    let tags = tags.to_vec();
+    let told = gil::attach_within(PATIENCE, PATIENCE, move |py| {
         tags.iter().map(|&tag| stack_of(py, tag).unwrap_or_default()).collect()
     });
     told.unwrap_or_default()

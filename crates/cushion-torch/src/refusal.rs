@@ -11,7 +11,7 @@ use pyo3::prelude::*;
 
 use crate::profiler::{self, Totals};
 use crate::throw::Failure;
-use crate::{callbacks, gil, message, plugin};
+use crate::{callbacks, gil, message, plugin, receipts};
 
 /// How long a refusal waits for Python's lock, to tell of it.
 const PATIENCE: Duration = Duration::from_secs(2);
@@ -43,7 +43,7 @@ pub(crate) fn refused(device: i64, error: &AllocError) -> Failure {
     let limit = shortage.allowed.unwrap_or(shortage.device_total);
     tell(device, shortage.wanted, limit, free);
     let engine = devices().get(device);
-    let receipt = engine.and_then(|engine| engine.receipt(shortage.receipt));
+    let receipt = engine.and_then(|engine| receipts::find(engine, shortage.receipt));
     if let Some(receipt) = &receipt {
         callbacks::call_last(receipt);
     }
@@ -61,12 +61,12 @@ fn tell(device: i64, bytes: u64, limit: u64, free: u64) {
     if observers().is_empty() {
         return;
     }
-    gil::attach_within(PATIENCE, |py| {
+    gil::attach_within(PATIENCE, PATIENCE, move |py| {
         // Copied: Python runs below, and no lock of ours may be held while it does.
         let told: Vec<_> = observers().iter().map(|observer| observer.clone_ref(py)).collect();
         for observer in told {
             if let Err(error) = observer.call1(py, (device, bytes, limit, free)) {
-                error.write_unraisable(py, Some(observer.bind(py)));
+                callbacks::show(py, error, observer.bind(py));
             }
         }
     });

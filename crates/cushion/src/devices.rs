@@ -247,12 +247,14 @@ impl Devices {
     }
 
     /// Makes failures up on every engine, there is or will be; `None` ends it. Returns what was in force.
-    pub fn inject(&self, injection: Option<Injection>) -> Option<Injection> {
-        let mut plan = self.plan()?;
+    pub fn inject(&self, injection: Option<Injection>) -> Result<Option<Injection>, DeviceError> {
+        let Some(mut plan) = self.plan() else { return Ok(None) };
+        // What the environment says is in force until now.
+        plan.begin()?;
         for (_, engine) in self.made() {
             inject(engine, injection.as_ref());
         }
-        std::mem::replace(&mut plan.injection, injection)
+        Ok(std::mem::replace(&mut plan.injection, injection))
     }
 
     /// Does something with every engine: with those there are now, and with others when they are made. It must not ask
