@@ -229,8 +229,8 @@ def offloader(named: Named | None = None, priority: int = 0, *, budget_ms: int |
         with optimizer_state:             # back on the GPU, and there to stay until the block ends
             optimizer.step()
 
-    The function names the tensors, in a mapping, a list, a module, an optimizer, or nested; it is called each time. Name
-    what the work under way does not need: the state of the optimizer, averaged weights, another model. They go to
+    The function names the tensors, in a mapping, a list, a module, an optimizer, or nested; it is called each time.
+    Name what the work under way does not need: the state of the optimizer, averaged weights, another model. They go to
     pinned host memory, as many as are needed, and come back by `with`, or by `optimizer_state.back()`.
 
     :param priority: offloaders and other callbacks of higher priority are asked first

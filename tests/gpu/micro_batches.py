@@ -83,8 +83,8 @@ def body(checks: Checks, given: argparse.Namespace) -> dict:
         checks.at_most(ours["peak_gib"], cap, "GiB held")
         reached.append(f"{ours['loss']:.6f} ({policy})")
     return {
-        "told": f"last loss of {given.steps} steps in {cap:.2f} GiB: {', '.join(reached)}; PyTorch's with whole batches "
-        f"in {native[0]['peak_gib']:.2f} GiB: {', '.join(f'{loss:.6f}' for loss in losses)}"
+        "told": f"last loss of {given.steps} steps in {cap:.2f} GiB: {', '.join(reached)}; PyTorch's with whole "
+        f"batches in {native[0]['peak_gib']:.2f} GiB: {', '.join(f'{loss:.6f}' for loss in losses)}"
     }
 
 

@@ -3,8 +3,9 @@
     python tests/gpu/side_stream.py [--policy P] [--tensors 100] [--mib 160] [--repeats 5]
 
 All the memory that the process may hold is in tensors that work on a side stream uses, one after the other, each behind
-a few milliseconds of waiting, and freed while it does. Now two more are asked for. PyTorch's allocator waits for the whole side
-stream; Cushion has to wait for the first tensors, and memory must not be handed out before its work is done.
+a few milliseconds of waiting, and freed while it does. Now two more are asked for. PyTorch's allocator waits for the
+whole side stream; Cushion has to wait for the first tensors, and memory must not be handed out before its work is
+done.
 """
 
 from __future__ import annotations

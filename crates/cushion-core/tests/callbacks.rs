@@ -105,6 +105,35 @@ mod tests {
     }
 
     #[test]
+    fn one_that_could_not_be_called_is_not_at_fault() {
+        let (gpu, clock) = full("wait_ms:0");
+        let callback = Arc::new(Callback::new("locked out", 0, move |_| {
+            clock.advance(Duration::from_secs(5));
+            Reply::NotCalled("its lock was not to be had".to_owned())
+        }));
+        gpu.add_callback(Arc::clone(&callback));
+        full_now(gpu.alloc(MIB, S1));
+        assert!(!callback.is_off() && !last(&gpu).answers[0].switched_off);
+        assert_eq!(last(&gpu).answers[0].failed.as_deref(), Some("its lock was not to be had"));
+    }
+
+    #[test]
+    fn what_is_switched_off_is_let_go_of() {
+        let (gpu, _) = full("wait_ms:0");
+        let held = Arc::new(());
+        let theirs = Arc::clone(&held);
+        let callback = Arc::new(Callback::new("", 0, move |_| {
+            let _ = &theirs;
+            Reply::Nothing
+        }));
+        gpu.add_callback(Arc::clone(&callback));
+        callback.switch_off();
+        drop(callback);
+        full_now(gpu.alloc(MIB, S1));
+        assert_eq!(Arc::strong_count(&held), 1);
+    }
+
+    #[test]
     fn one_callback_of_two_engines_runs_for_one_at_a_time() {
         let (one, other) = (Arc::new(gpu(100, "")), Arc::new(gpu(100, "")));
         for gpu in [&one, &other] {
@@ -137,6 +166,39 @@ mod tests {
         full_now(gpu.alloc(MIB, S1));
         let text = last(&gpu).answers[0].said.clone().unwrap();
         assert_eq!(text.chars().count(), 2001);
+    }
+
+    #[test]
+    fn what_it_waited_for_is_what_saved_it() {
+        // Another process lets go while the request waits: the driver then has what was missing.
+        let gpu = real_gpu(100, "wait_ms:600000");
+        assert!(gpu.driver().set_tenant(1, 90 * MIB));
+        std::thread::scope(|scope| {
+            let asks = scope.spawn(|| take(&gpu, 40 * MIB, S0));
+            until_waiting(&gpu, 1);
+            assert!(gpu.driver().set_tenant(1, 0));
+            asks.join().unwrap();
+        });
+        let receipt = last(&gpu);
+        assert_eq!(receipt.outcome, Outcome::Survived(Rung::Wait));
+        assert_eq!(receipt.shortage.budget, Duration::from_secs(600));
+    }
+
+    #[test]
+    fn a_future_made_in_a_callback_never_waits() {
+        let gpu = Arc::new(real_gpu(100, "wait_ms:600000"));
+        let kept = take(&gpu, 60 * MIB, S0);
+        let engine = Arc::downgrade(&gpu);
+        gpu.on_shortage(0, move |_| {
+            let Some(engine) = engine.upgrade() else { return };
+            let mut future = std::pin::pin!(engine.alloc_async(90 * MIB, S0));
+            let waker = std::task::Waker::noop();
+            let polled = future.as_mut().poll(&mut std::task::Context::from_waker(waker));
+            assert!(matches!(polled, std::task::Poll::Ready(Err(_))));
+            engine.free(kept).unwrap();
+        });
+        take(&gpu, 80 * MIB, S0);
+        assert_eq!(last(&gpu).outcome, Outcome::Survived(Rung::Callbacks));
     }
 
     #[test]

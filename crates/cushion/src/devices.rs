@@ -367,4 +367,57 @@ mod tests {
         assert!(devices.simulate(1 << 30).is_ok(), "nothing changes");
         assert!(matches!(devices.simulate(2 << 30), Err(DeviceError::InUse)));
     }
+
+    #[test]
+    fn settings_reach_devices_made_before_and_after() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("receipts.jsonl");
+        let variable = |name: &str| match name {
+            "CUSHION_RECEIPTS" => path.to_str().map(str::to_owned),
+            "CUSHION_INJECT" => Some("nth=1".to_owned()),
+            _ => None,
+        };
+        let devices = Devices::new();
+        devices.simulate(1 << 30).unwrap();
+        let before = devices.get_or_make(0).unwrap();
+        let settings = Settings::gather(&Asked::default(), variable).unwrap();
+        devices.set(&settings).unwrap();
+        let after = devices.get_or_make(1).unwrap();
+        for gpu in [before, after] {
+            assert!(gpu.alloc(1 << 20, StreamId(0)).is_err());
+            assert!(gpu.alloc(1 << 20, StreamId(0)).is_ok());
+        }
+        let lines = || std::fs::read_to_string(&path).unwrap().lines().count();
+        assert_eq!(lines(), 2);
+        // Given again, rules that stay the same go on counting, and receipts are not written twice.
+        devices.set(&settings).unwrap();
+        assert!(before.alloc(1 << 20, StreamId(0)).is_ok());
+        assert!(before.alloc(2 << 30, StreamId(0)).is_err());
+        assert_eq!(lines(), 3);
+        // Without them, neither is done any more.
+        let none = Settings::gather(&Asked::default(), |_| None).unwrap();
+        devices.set(&none).unwrap();
+        assert!(before.alloc(2 << 30, StreamId(0)).is_err());
+        assert_eq!(lines(), 3);
+        let nowhere = Settings { receipts: Some("/nowhere/at/all".to_owned()), ..none };
+        let error = devices.set(&nowhere).unwrap_err().to_string();
+        assert!(error.starts_with("receipts cannot be written to /nowhere/at/all: "), "{error}");
+    }
+
+    #[test]
+    fn what_is_done_with_every_device_is_done_once_with_each() {
+        use std::sync::atomic::AtomicU32;
+
+        static SEEN: AtomicU32 = AtomicU32::new(0);
+        let devices = Devices::new();
+        devices.simulate(1 << 30).unwrap();
+        devices.get_or_make(0).unwrap();
+        devices.for_each(|engine| {
+            use cushion_core::Driver as _;
+            SEEN.fetch_add(1 << (8 * engine.driver().properties().device), Ordering::Relaxed);
+        });
+        devices.get_or_make(2).unwrap();
+        devices.get_or_make(2).unwrap();
+        assert_eq!(SEEN.load(Ordering::Relaxed), 0x1_0001);
+    }
 }

@@ -303,6 +303,23 @@ mod tests {
     }
 
     #[test]
+    fn receipts_and_failures_are_gathered() {
+        let variables = [("CUSHION_RECEIPTS", "a.jsonl"), ("CUSHION_INJECT", "every=3")];
+        let settings = gather(Asked::default(), &variables).unwrap();
+        assert_eq!(settings.receipts.as_deref(), Some("a.jsonl"));
+        assert_eq!(settings.inject.unwrap().to_string(), "every=3");
+        let asked = Asked {
+            receipts: Some(String::new()),
+            inject: Some("nth=2".into()),
+            ..Asked::default()
+        };
+        let settings = gather(asked, &variables).unwrap();
+        assert_eq!((settings.receipts, settings.inject), (None, Some("nth=2".parse().unwrap())));
+        let error = gather(Asked::default(), &[("CUSHION_INJECT", "soon")]).unwrap_err();
+        assert!(error.to_string().starts_with("CUSHION_INJECT: `soon` is no rule"), "{error}");
+    }
+
+    #[test]
     fn nothing_given_is_the_default() {
         let settings = gather(Asked::default(), &[]).unwrap();
         assert_eq!(settings.options, Options::default());
