@@ -21,13 +21,16 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="cushion run",
         description="Run a program with Cushion as the allocator of its PyTorch, with no change to it.",
-        usage="cushion run [--policy POLICY] [--conf CONF] [--log] PROGRAM [ARGUMENT ...]",
+        usage="cushion run [--policy POLICY] [--conf CONF] [--log] [--receipts FILE] [--inject RULES] "
+        "PROGRAM [ARGUMENT ...]",
         epilog="PROGRAM is a Python file, -m and a module, or a command such as torchrun; processes that it "
         "starts use Cushion too.",
     )
     parser.add_argument("--policy", help="how memory is laid out: segments or expandable")
     parser.add_argument("--conf", help="options as key:value,key:value")
     parser.add_argument("--log", action="store_true", help="messages to standard error")
+    parser.add_argument("--receipts", metavar="FILE", help="write every shortage there, as a line of JSON")
+    parser.add_argument("--inject", metavar="RULES", help="make allocations fail, to test the program: nth=5, every=1000")
     parser.add_argument("-m", dest="module", action="store_true", help="PROGRAM is a module")
     parser.add_argument("program", metavar="PROGRAM", nargs=argparse.REMAINDER)
     asked = parser.parse_args(arguments)
@@ -35,7 +38,7 @@ def main(arguments: list[str]) -> int:
         parser.error("which program? Give a Python file, -m and a module, or a command")
     try:
         # Now, rather than when the program imports torch.
-        _cushion.gather_settings(dict(os.environ), asked.policy, asked.conf)
+        _cushion.gather_settings(dict(os.environ), asked.policy, asked.conf, None, asked.receipts, asked.inject)
     except ValueError as error:
         parser.error(str(error))
     environment = dict(os.environ)
@@ -43,6 +46,9 @@ def main(arguments: list[str]) -> int:
         ("CUSHION_POLICY", asked.policy),
         ("CUSHION_CONF", asked.conf),
         ("CUSHION_LOG", asked.log and "1"),
+        # The program may change its folder.
+        ("CUSHION_RECEIPTS", asked.receipts and os.path.abspath(asked.receipts)),
+        ("CUSHION_INJECT", asked.inject),
     ):
         if value:
             environment[name] = value

@@ -84,7 +84,7 @@ def body(checks: Checks, given: argparse.Namespace) -> dict:
     checks.equal(ours["grown"], plain["grown"], "bytes more than after the first steps")
     return {
         "told": f"{given.steps:,} steps, {ours['refused']:,} allocations refused, {ours['tries']['retried']:,} steps "
-        f"run again; last loss {ours['losses'][-1]} and every weight as without; as many bytes held at the end as without"
+        f"run again; last loss {ours['losses'][-1]} and every weight as without; as many bytes held at the end"
     }
 
 

@@ -85,8 +85,8 @@ impl fmt::Display for Answer {
     }
 }
 
-/// More than this of what a callback says is left out.
-const MOST_CHARACTERS: usize = 2000;
+/// More than this of what a callback says is left out: a receipt is a line in a file.
+const MOST_CHARACTERS: usize = 1000;
 
 fn shortened(mut text: String) -> String {
     if let Some((end, _)) = text.char_indices().nth(MOST_CHARACTERS) {
@@ -131,7 +131,7 @@ impl Callback {
         function: impl Fn(&Plea) -> Reply + Send + Sync + 'static,
     ) -> Self {
         Self {
-            name: name.into(),
+            name: shortened(name.into()),
             priority,
             budget: None,
             function: Box::new(function),

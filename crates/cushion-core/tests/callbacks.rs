@@ -165,7 +165,7 @@ mod tests {
         gpu.add_callback(Arc::new(callback));
         full_now(gpu.alloc(MIB, S1));
         let text = last(&gpu).answers[0].said.clone().unwrap();
-        assert_eq!(text.chars().count(), 2001);
+        assert_eq!(text.chars().count(), 1001);
     }
 
     #[test]

@@ -19,6 +19,9 @@ const PATIENCE: Duration = Duration::from_secs(1);
 /// How many frames of a stack a receipt has at most.
 const MOST_FRAMES: usize = 24;
 
+/// How many characters of a frame.
+const LONGEST_FRAME: usize = 256;
+
 /// How many receipts an engine keeps; what it keeps by itself if nobody has said.
 static KEPT: AtomicUsize = AtomicUsize::new(UNSAID);
 const UNSAID: usize = usize::MAX;
@@ -160,7 +163,10 @@ fn stack_of(py: Python<'_>, tag: Context) -> PyResult<Vec<String>> {
             let value = frame.get_item(name)?;
             Ok(value.map(|value| value.to_string()).unwrap_or_default())
         };
-        lines.push(format!("{}:{} {}", part("filename")?, part("line")?, part("name")?));
+        let line = format!("{}:{} {}", part("filename")?, part("line")?, part("name")?);
+        // The end says more than the folders before it.
+        let cut = line.chars().count().saturating_sub(LONGEST_FRAME);
+        lines.push(line.chars().skip(cut).collect());
     }
     Ok(lines)
 }

@@ -329,6 +329,8 @@ pub(crate) struct ShortageRow {
     /// The time lost, in milliseconds.
     pub(crate) ms: f64,
     pub(crate) rungs: Vec<RungTried>,
+    /// What the program's callbacks did.
+    pub(crate) answers: Vec<String>,
     /// What would have made it fit; nothing if it was served.
     pub(crate) remedies: Vec<String>,
     /// The largest groups of live allocations.
@@ -353,4 +355,6 @@ pub(crate) struct LiveGroup {
     pub(crate) each: u64,
     pub(crate) count: u64,
     pub(crate) bytes: u64,
+    /// Where they were asked for, if that was recorded.
+    pub(crate) at: Option<String>,
 }

@@ -34,6 +34,7 @@ function shortageRow(row) {
   const tried = row.rungs.filter((rung) => !rung.in_vain).map((rung) =>
     `${rung.rung} ${rung.ended}` + (rung.won ? `, ${bytes(rung.won)}` : "") + (rung.ms >= 0.05 ? `, ${milliseconds(rung.ms)}` : ""));
   if (vain.length) tried.push(`in vain: ${vain.join(", ")}`);
+  tried.push(...row.answers.map((answer) => `callback ${answer}`));
   const outcome = h("span", { class: "lines" },
     h("span", { class: row.survived ? "yes" : "no" }, row.outcome),
     row.remedies.map((remedy) => h("span", {}, unbroken(remedy))),
@@ -41,7 +42,7 @@ function shortageRow(row) {
   return [
     [number(row.number), sub(row.device ? `${row.who}, device ${row.device}` : row.who)],
     bytes(row.requested), outcome, lines(tried), milliseconds(row.ms),
-    lines(row.groups.map((group) => `${number(group.count)} × ${bytes(group.each)}`)),
+    lines(row.groups.map((group) => `${number(group.count)} × ${bytes(group.each)}${group.at ? ` at ${group.at}` : ""}`)),
   ];
 }
 

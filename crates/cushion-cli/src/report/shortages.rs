@@ -20,8 +20,12 @@ use super::data::{LiveGroup, RungTried, ShortageRow, Shortages};
 const MOST_ROWS: usize = 50;
 /// Groups of live allocations shown of each receipt.
 const MOST_GROUPS: usize = 3;
+/// Answers of callbacks shown of each receipt.
+const MOST_ANSWERS: usize = 8;
 /// Characters of a name.
 const MOST_NAME: usize = 80;
+/// Characters of what a callback said, and of the place where memory was asked for.
+const MOST_TEXT: usize = 200;
 
 /// The shortages of a replay, if it had any.
 pub(crate) fn of_replay(policy: Policy, outcome: &Outcome) -> Option<Shortages> {
@@ -69,8 +73,14 @@ fn row(receipt: &Receipt) -> ShortageRow {
         ms: tried.took.as_secs_f64() * 1e3,
     });
     let groups = receipt.groups.iter().take(MOST_GROUPS);
-    let groups =
-        groups.map(|group| LiveGroup { each: group.each, count: group.count, bytes: group.bytes });
+    let groups = groups.map(|group| LiveGroup {
+        each: group.each,
+        count: group.count,
+        bytes: group.bytes,
+        at: group.stack.first().map(|frame| frame.chars().take(MOST_TEXT).collect()),
+    });
+    let answers = receipt.answers.iter().take(MOST_ANSWERS);
+    let answers = answers.map(|answer| answer.to_string().chars().take(MOST_TEXT).collect());
     ShortageRow {
         number: receipt.number,
         device: receipt.device,
@@ -81,6 +91,7 @@ fn row(receipt: &Receipt) -> ShortageRow {
         injected: receipt.shortage.injected,
         ms: receipt.took.as_secs_f64() * 1e3,
         rungs: rungs.collect(),
+        answers: answers.collect(),
         remedies: remedies(receipt),
         groups: groups.collect(),
     }

@@ -345,7 +345,7 @@ impl<D: Driver> Engine<D> {
 }
 
 /// How many answers of callbacks a receipt has at most.
-const MOST_ANSWERS: usize = 64;
+const MOST_ANSWERS: usize = 16;
 
 /// A request that asks callbacks.
 struct Asking<'a, D: Driver> {
