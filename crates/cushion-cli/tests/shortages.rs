@@ -187,9 +187,9 @@ mod tests {
         line["took"] = 1e19.into();
         let many = vec![line["shortage"]["tried"][0].clone(); 5000];
         line["shortage"]["tried"] = many.into();
-        line["groups"][0]["stack"] = vec![evil.repeat(1000); 5].into();
-        line["groups"] = vec![line["groups"][0].clone(); 50].into();
-        let answer = serde_json::json!({"callback": evil, "failed": evil.repeat(1000), "won": u64::MAX, "seconds": 1e19});
+        line["groups"][0]["stack"] = vec![evil.repeat(9); 5].into();
+        line["groups"] = vec![line["groups"][0].clone(); 100].into();
+        let answer = serde_json::json!({"callback": evil, "failed": evil.repeat(100), "won": u64::MAX, "seconds": 1e19});
         line["answers"] = vec![answer; 20].into();
         fs::write(&path, (line.to_string() + "\n").repeat(100)).unwrap();
         let file = path.display().to_string();
@@ -200,7 +200,7 @@ mod tests {
         assert_eq!(page.matches("</script").count(), plain.matches("</script").count());
         let row = &figures(&page)["shortages"][0]["rows"][0];
         assert!(row["who"].as_str().unwrap().starts_with(evil));
-        assert_eq!(row["answers"].as_array().map(Vec::len), Some(8));
+        assert_eq!(row["answers"].as_array().map(Vec::len), Some(4));
         assert!(row["answers"][0].as_str().unwrap().starts_with(&format!("{evil} failed: ")));
         assert!(row["groups"][0]["at"].as_str().unwrap().starts_with(evil));
         assert_eq!(

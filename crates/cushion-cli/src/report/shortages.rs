@@ -21,11 +21,11 @@ const MOST_ROWS: usize = 50;
 /// Groups of live allocations shown of each receipt.
 const MOST_GROUPS: usize = 3;
 /// Answers of callbacks shown of each receipt.
-const MOST_ANSWERS: usize = 8;
+const MOST_ANSWERS: usize = 4;
 /// Characters of a name.
 const MOST_NAME: usize = 80;
 /// Characters of what a callback said, and of the place where memory was asked for.
-const MOST_TEXT: usize = 200;
+const MOST_TEXT: usize = 120;
 
 /// The shortages of a replay, if it had any.
 pub(crate) fn of_replay(policy: Policy, outcome: &Outcome) -> Option<Shortages> {
