@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from . import _cushion, _receipts, _tensors
+from . import _cushion, _install, _receipts, _tensors
 from ._log import logger
 from ._shortage import budget
 
@@ -71,8 +71,15 @@ def prefetch(size: str | int, device: Any = None) -> None:
     :param size: "8GiB", "500MB" or a number of bytes
     :raises torch.OutOfMemoryError: if it does not fit
     """
+    _require_cushion("cushion.prefetch()")
     index = _tensors.device_of(device)
     _cushion.prefetch(_bytes(size), index, _tensors.current_stream(index))
+
+
+def _require_cushion(call: str) -> None:
+    """Beside PyTorch's own allocator, what is made ready here would only be taken from it."""
+    if _tensors.torch_in_use() is not None and not _install.is_installed():
+        raise RuntimeError(f"{call} is for programs whose PyTorch uses Cushion: call cushion.install() first")
 
 
 def _bytes(size: str | int) -> int:
@@ -91,6 +98,7 @@ def alloc_future(size: str | int, *, dtype: Any = None, device: Any = None) -> F
     :param size: with a dtype, the number of elements of a tensor; else bytes, or "8GiB", of a `Memory`
     :param dtype: of the tensor
     """
+    _require_cushion("cushion.alloc_future()")
     index = _tensors.device_of(device)
     nbytes, finish = _wanted(size, dtype)
     future: Future[Any] = Future()

@@ -1,14 +1,16 @@
 """Offloading: tensors that may leave the GPU when memory runs out, and come back when they are needed.
 
 A tensor keeps its place in the program: only the memory behind it goes, so that views of it, and optimizers that hold
-it, see the same numbers when it is back. Whoever uses it while it is away gets PyTorch's error for a tensor without
-memory."""
+it, see the same numbers when it is back, at another address. PyTorch does not notice that a tensor is away: who uses it
+reads address zero, and who saves it saves nothing. So an optimizer that is named brings its state back by itself."""
 
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Any, NamedTuple, overload
@@ -35,7 +37,11 @@ class Offloader:
         self._busy = False
         self._kept = 0
         self._away: list[_Away] = []
+        self._in_step = False
+        #: optimizers and modules that bring their tensors back themselves
+        self._watched: weakref.WeakSet[Any] = weakref.WeakSet()
         _shortage.register(self._on_shortage, self.name, priority, budget_ms)
+        _shortage.before_last_calls.add(self)
 
     def __call__(self) -> Any:
         """The tensors, as the function names them."""
@@ -90,6 +96,37 @@ class Offloader:
         _shortage.remove_callback(self._on_shortage)
         self.back()
 
+    def before_last_call(self) -> None:
+        """The request is refused, so its memory is no use to it: a checkpoint can have it."""
+        if self._away:
+            self.back()
+
+    def _watch(self, named: Any) -> None:
+        """An optimizer that is named brings its state back when it is needed, and a module when it is saved."""
+        if named in self._watched:
+            return
+        if _is_optimizer(named) and hasattr(named, "register_step_pre_hook"):
+            named.register_step_pre_hook(self._before_step)
+            named.register_step_post_hook(self._after_step)
+        if hasattr(named, "register_state_dict_pre_hook"):
+            named.register_state_dict_pre_hook(lambda *_: self.back())
+        self._watched.add(named)
+
+    def _before_step(self, *_: object) -> None:
+        with self._lock:
+            # A step that failed left it so.
+            if not self._in_step:
+                self.__enter__()
+                self._in_step = True
+            else:
+                self.back()
+
+    def _after_step(self, *_: object) -> None:
+        with self._lock:
+            if self._in_step:
+                self._in_step = False
+                self.__exit__(None, None, None)
+
     def _on_shortage(self, device: int, wanted: int, seconds_left: float) -> str:
         # Another thread may be bringing tensors back, and wait for this very memory.
         if not self._lock.acquire(blocking=False):
@@ -109,12 +146,14 @@ class Offloader:
         began, freed = time.monotonic(), 0
         gone = {away.storage._cdata for away in self._away}
         synchronized: set[int] = set()
-        for tensor in _each(self._named()):
+        for tensor in _each(self._named(), self._watch):
             if at_least is not None and freed >= at_least:
                 break
             if seconds is not None and time.monotonic() - began >= seconds / 2:
                 # The next may take as long as all so far.
                 break
+            if getattr(tensor, "layout", torch.strided) is not torch.strided:
+                continue
             storage = tensor.untyped_storage()
             size, index = storage.nbytes(), tensor.device.index
             if not tensor.is_cuda or size == 0 or storage._cdata in gone or device not in (None, index):
@@ -161,8 +200,10 @@ class Offloader:
         """The program may have dropped a tensor while it was away."""
         users = getattr(torch._C, "_storage_Use_Count", None)
         if users is not None:
-            # Our own is one.
-            self._away = [away for away in self._away if users(away.storage._cdata) > 1]
+            # Our own is one of each: of the storage, and of Python's object for it, which is shared.
+            self._away = [
+                away for away in self._away if users(away.storage._cdata) > 1 or sys.getrefcount(away.storage) > 2
+            ]
 
 
 class _Away(NamedTuple):
@@ -185,24 +226,30 @@ def _stream(torch: Any, away: _Away) -> Any:
     return torch.cuda.ExternalStream(away.stream, device=away.device)
 
 
-def _each(named: Any) -> Iterable[Any]:
+def _is_optimizer(named: Any) -> bool:
+    return hasattr(named, "param_groups") and hasattr(named, "state")
+
+
+def _each(named: Any, watch: Callable[[Any], None]) -> Iterable[Any]:
     """Tensors in whatever they are named in: a mapping, a list, a module, an optimizer."""
     if hasattr(named, "untyped_storage"):
         yield named
     elif isinstance(named, Mapping):
         for value in named.values():
-            yield from _each(value)
+            yield from _each(value, watch)
     elif hasattr(named, "parameters") and hasattr(named, "buffers"):
+        watch(named)
         yield from named.parameters()
         yield from named.buffers()
-    elif hasattr(named, "param_groups") and hasattr(named, "state"):
-        yield from _each(named.state)
+    elif _is_optimizer(named):
+        watch(named)
+        yield from _each(named.state, watch)
     elif named is None or isinstance(named, (str, bytes, bool, int, float)):
         # Among the tensors of an optimizer there are numbers, too.
         return
     elif isinstance(named, Iterable):
         for value in named:
-            yield from _each(value)
+            yield from _each(value, watch)
     else:
         raise TypeError(
             f"{named!r} names no tensors: it takes a tensor, a module, an optimizer, or a mapping or list of those"
@@ -224,14 +271,20 @@ def offloader(named: Named | None = None, priority: int = 0, *, budget_ms: int |
 
         @cushion.offloader
         def optimizer_state():
-            return optimizer.state        # every tensor in it
+            return optimizer              # its state: AdamW's is twice as large as the weights
 
-        with optimizer_state:             # back on the GPU, and there to stay until the block ends
-            optimizer.step()
+    The function names them: an optimizer, whose state is meant; a module; a tensor; or a mapping or list of those. It
+    is called each time. As many tensors as the request wants bytes go to pinned host memory, in the order they are
+    named.
 
-    The function names the tensors, in a mapping, a list, a module, an optimizer, or nested; it is called each time.
-    Name what the work under way does not need: the state of the optimizer, averaged weights, another model. They go to
-    pinned host memory, as many as are needed, and come back by `with`, or by `optimizer_state.back()`.
+    An optimizer's state comes back by itself, before its `step()` and its `state_dict()`. All else comes back by
+    `with`, and stays until the block ends:
+
+        with averages:
+            evaluate()
+
+    Name what the work under way does not need, and not what autograd has saved. Whatever is used while it is away is
+    read at address zero, which ends CUDA for the process; what is saved then is saved without its numbers.
 
     :param priority: offloaders and other callbacks of higher priority are asked first
     :param budget_ms: how long it may take, as for `on_shortage`

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import Any
 from . import _cushion
 
 # Where the engine's message names its receipt.
-_NUMBER = re.compile(r"Cushion's receipt: (\d+) on GPU (\d+)\.")
+_NUMBER = re.compile(r"Cushion's receipt: (\d+) on GPU (\d+) of process (\d+)\.")
 
 
 class OutOfMemoryError(MemoryError):
@@ -146,11 +147,15 @@ def keep_receipts(count: int) -> None:
 
 def receipt_of(error: BaseException) -> Receipt | None:
     """The receipt of the refusal that an exception tells of, if it is one of Cushion's and still kept."""
-    found = _NUMBER.search(str(error))
-    if found is None:
-        return None
-    text = _cushion.receipt(int(found[2]), int(found[1]))
+    found = _find(str(error))
+    text = None if found is None else _cushion.receipt(*found)
     return None if text is None else from_json(text)
+
+
+def _find(text: str) -> tuple[int, int] | None:
+    """The device and the number that a message names; an error of another process has its receipt there."""
+    found = _NUMBER.search(text)
+    return (int(found[2]), int(found[1])) if found is not None and int(found[3]) == os.getpid() else None
 
 
 class Expecting:
@@ -165,9 +170,9 @@ class Expecting:
 
 def refuse_after_all(text: str) -> None:
     """A refusal that was expected, with this text, is the end: the program's last calls are made."""
-    found = _NUMBER.search(text)
+    found = _find(text)
     if found is not None:
-        _cushion.refuse_after_all(int(found[2]), int(found[1]))
+        _cushion.refuse_after_all(*found)
 
 
 def out_of_memory_class() -> type[BaseException]:

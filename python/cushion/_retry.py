@@ -243,7 +243,7 @@ def retry_stats() -> dict[str, int]:
 def _give_back_cached() -> None:
     """So that the next try, with other sizes, does not begin by cutting up the blocks of the one before."""
     torch = sys.modules.get("torch")
-    if torch is None:
+    if torch is None or _cushion.is_simulated():
         _cushion.empty_cache()
     elif torch.cuda.is_initialized():
         torch.cuda.empty_cache()
@@ -394,6 +394,14 @@ def _decorate(options: _Options, step: Callable[..., Any]) -> Retried[..., Any]:
     return cast(Retried[..., Any], function)
 
 
+def _tell_of_refusal_behind(error: BaseException, handled: BaseException | None) -> None:
+    """What a step makes of a refusal is not tried again: the refusal was the end."""
+    for one in _chain(error, handled):
+        if is_out_of_memory(one):
+            _receipts.refuse_after_all(str(one))
+            return
+
+
 def _refuse_later(step: Callable[..., Any]) -> NoReturn:
     raise TypeError(
         f"cushion.retry: {_name(step)} is async or a generator, whose work is done after it has returned, "
@@ -407,9 +415,14 @@ def _name(step: Callable[..., Any]) -> str:
 
 def _run(run: _Run, counts: _Counts | None) -> Any:
     begun = time.perf_counter()
+    handled = sys.exc_info()[1]
     try:
         with _receipts.Expecting():
             return run.result()
+    except Exception as error:
+        if run.refused is None:
+            _tell_of_refusal_behind(error, handled)
+        raise
     finally:
         if run.refused is not None:
             _receipts.refuse_after_all(run.refused)

@@ -30,7 +30,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--conf", help="options as key:value,key:value")
     parser.add_argument("--log", action="store_true", help="messages to standard error")
     parser.add_argument("--receipts", metavar="FILE", help="write every shortage there, as a line of JSON")
-    parser.add_argument("--inject", metavar="RULES", help="make allocations fail, to test the program: nth=5, every=1000")
+    parser.add_argument(
+        "--inject", metavar="RULES", help="make allocations fail, to test the program: nth=5, every=1000"
+    )
     parser.add_argument("-m", dest="module", action="store_true", help="PROGRAM is a module")
     parser.add_argument("program", metavar="PROGRAM", nargs=argparse.REMAINDER)
     asked = parser.parse_args(arguments)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 import threading
+import weakref
 from collections.abc import Callable, Iterable
 from contextlib import ContextDecorator
 from types import TracebackType
@@ -68,9 +69,28 @@ def on_refusal(function: _Refusal) -> _Refusal:
     it raises is shown as Python shows errors that nobody can catch. Works as a decorator.
     """
     check(function)
-    number = _cushion.add_last_call(lambda text: function(from_json(text)))
+    number = _cushion.add_last_call(lambda text: _call_last(function, text))
     _replace(_refusal, function, number, _cushion.remove_last_call)
     return function
+
+
+# Two threads that are refused at once do not save to one file at once.
+_last_call_lock = threading.RLock()
+# A last call that never ends is not to keep the others waiting for ever.
+_LONGEST_LAST_CALL = 600.0
+# What is done before a last call, such as bringing back what was moved elsewhere.
+before_last_calls: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def _call_last(function: OnRefusal, text: str) -> None:
+    locked = _last_call_lock.acquire(timeout=_LONGEST_LAST_CALL)
+    try:
+        for prepare in list(before_last_calls):
+            prepare.before_last_call()
+        function(from_json(text))
+    finally:
+        if locked:
+            _last_call_lock.release()
 
 
 def remove_callback(function: OnShortage | OnRefusal) -> bool:

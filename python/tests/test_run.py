@@ -101,7 +101,9 @@ class Run(unittest.TestCase):
         )  # fmt: skip
         self.assert_prints(["segments None 0"], str(program), CUSHION_POLICY="segments", CUSHION_LOG="0")
         self.assert_prints(["expandable None None"], "--policy=expandable", str(program), CUSHION_POLICY="segments")
-        other = self.write("o.py", "import os; print(*(os.environ.get('CUSHION_' + n) for n in ('RECEIPTS', 'INJECT')))")
+        other = self.write(
+            "o.py", "import os; print(*(os.environ.get('CUSHION_' + n) for n in ('RECEIPTS', 'INJECT')))"
+        )
         receipts = os.path.join(os.path.realpath(self.folder), "a.jsonl")
         self.assert_prints([f"{receipts} nth=5"], "--receipts", "a.jsonl", "--inject", "nth=5", str(other))
         done = self.cushion_run("--inject", "soon", str(other))

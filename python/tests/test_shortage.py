@@ -241,6 +241,25 @@ class Callbacks(Simulated):
             Owner()
         self.addCleanup(gc.set_threshold, 700)
 
+    def test_a_slow_one_keeps_nobody_else_s_from_being_called(self) -> None:
+        held = [self.engine.allocate(900 * MIB)]
+        slow_begins, go_on = threading.Event(), threading.Event()
+
+        def slow(*_: object) -> None:
+            if not slow_begins.is_set():
+                slow_begins.set()
+                go_on.wait(60)
+
+        self.cushion.on_shortage(slow, priority=1, budget_ms=60_000)
+        # On the thread of futures, which Python does not know.
+        future = self.cushion.alloc_future("800MiB")
+        slow_begins.wait()
+        self.cushion.on_shortage(lambda *_: held and self.engine.deallocate(held.pop()))
+        self.engine.allocate(600 * MIB)
+        self.assertEqual(self.cushion.receipts()[-1].survived_by, "callbacks")
+        go_on.set()
+        future.exception(60)
+
     def test_one_that_was_not_called_is_not_switched_off(self) -> None:
         from cushion import _shortage
 
@@ -360,6 +379,49 @@ class LastCall(Simulated):
         gone.set()
         thread.join()
 
+    def test_one_after_the_other(self) -> None:
+        self.fill()
+        at_once: list[int] = []
+        inside: list[object] = []
+
+        @self.cushion.on_refusal
+        def save(_receipt: Any) -> None:
+            inside.append(1)
+            at_once.append(len(inside))
+            threading.Event().wait(0.02)
+            inside.pop()
+
+        threads = [threading.Thread(target=self.refused) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        self.assertEqual(at_once, [1] * 4)
+
+    def test_what_a_step_makes_of_a_refusal(self) -> None:
+        self.fill()
+        told: list[Any] = []
+        self.cushion.on_refusal(told.append)
+
+        def step() -> None:
+            try:
+                self.engine.allocate(MIB)
+            except MemoryError as error:
+                raise RuntimeError("the step failed") from error
+
+        with self.assertRaisesRegex(RuntimeError, "the step failed"):
+            self.cushion.retry(step)
+        self.assertEqual(len(told), 1)
+
+    def test_inside_of_one_for_a_future(self) -> None:
+        kept = self.engine.allocate(900 * MIB)
+        told: list[Any] = []
+        self.cushion.on_refusal(lambda _: told.append(self.cushion.alloc_future(MIB).result(60)))
+        error = self.cushion.alloc_future("500MiB").exception(60)
+        self.assertIs(type(error), self.cushion.OutOfMemoryError)
+        self.assertEqual(told[0].nbytes, MIB)
+        self.engine.deallocate(kept)
+
     def test_not_for_what_a_callback_is_refused(self) -> None:
         held, told = [self.fill()], []
         self.cushion.on_refusal(told.append)
@@ -399,9 +461,14 @@ class Receipts(Simulated):
         self.assertIn("refused", str(receipt))
         self.assertEqual(receipt.as_dict()["shortage"]["device_total"], GIB)
         self.assertEqual(self.cushion.receipt_of(error), receipt)
-        self.assertIsNone(self.cushion.receipt_of(ValueError("Cushion's receipt: 1")))
-        self.assertIsNone(self.cushion.receipt_of(ValueError("Cushion's receipt: 9 on GPU 0.")))
-        self.assertIsNone(self.cushion.receipt_of(ValueError("Cushion's receipt: 1 on GPU 77.")))
+        here = os.getpid()
+        for other in (
+            "1",
+            f"9 on GPU 0 of process {here}.",
+            f"1 on GPU 77 of process {here}.",
+            "1 on GPU 0 of process 1.",
+        ):
+            self.assertIsNone(self.cushion.receipt_of(ValueError(f"Cushion's receipt: {other}")))
 
     def test_so_many_are_kept(self) -> None:
         self.fill()
@@ -572,6 +639,10 @@ class Injected(Simulated):
         # What was in force before is again, and counts from the beginning.
         self.engine.allocate(10 * MIB)
         self.refused(10 * MIB)
+        # Settings that say nothing of it leave it.
+        self.cushion.inject("nth=1")
+        self.engine.start(self.engine.gather_settings({}))
+        self.refused(MIB)
         self.cushion.inject(None)
         self.engine.allocate(10 * MIB)
         with self.assertRaisesRegex(ValueError, "`soon` is no rule for injected failures"):

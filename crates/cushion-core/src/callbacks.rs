@@ -14,7 +14,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use crate::error::seconds;
-use crate::owner::InCallback;
+use crate::owner::{self, InCallback};
 
 /// What a callback is told.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -250,6 +250,7 @@ impl Callback {
     fn call(&self, situation: &mut impl Situation) -> Answer {
         let plea = situation.plea(self.budget);
         let (began, before) = (situation.now(), situation.won());
+        owner::take_waiting_in_callback();
         let reply = {
             let _inside = InCallback::enter();
             catch_unwind(AssertUnwindSafe(|| (self.function)(&plea)))
@@ -266,7 +267,8 @@ impl Callback {
                 (None, Some(shortened(text.unwrap_or("it panicked").to_owned())))
             }
         };
-        let overran = was_called && took > plea.time_left;
+        let own = took.saturating_sub(owner::take_waiting_in_callback());
+        let overran = was_called && own > plea.time_left;
         if overran {
             self.switch_off();
         }

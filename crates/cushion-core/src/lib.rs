@@ -78,8 +78,9 @@ pub use inject::{Faults, Injection, InjectionError};
 pub use ladder::{Ladder, Rung, RungSet};
 pub use options::Options;
 pub use owner::{
-    Owner, Task, Working, budget, current_owner, in_callback, is_in_callback, priority, set_budget,
-    set_followers, set_priority, set_skipped_rungs, skipped_rungs,
+    Owner, Task, Working, budget, current_owner, in_callback, is_in_callback,
+    note_waiting_in_callback, priority, set_budget, set_followers, set_priority, set_skipped_rungs,
+    skipped_rungs,
 };
 pub use policy::Policy;
 pub use pool::PoolId;

@@ -39,6 +39,7 @@ thread_local! {
     static BUDGET: Cell<Option<Duration>> = const { Cell::new(None) };
     static SKIPPED: Cell<RungSet> = const { Cell::new(RungSet::NONE) };
     static IN_CALLBACK: Cell<bool> = const { Cell::new(false) };
+    static WAITED_IN_CALLBACK: Cell<Duration> = const { Cell::new(Duration::ZERO) };
     /// Held for its drop, when the thread ends.
     static ALIVE: Cell<Option<Alive>> = const { Cell::new(None) };
 }
@@ -180,6 +181,17 @@ pub fn is_in_callback() -> bool {
 pub fn in_callback<T>(f: impl FnOnce() -> T) -> T {
     let _inside = InCallback::enter();
     f()
+}
+
+/// Notes that a callback on this thread has waited so long for something that is not its own, such as a lock of the
+/// language it is written in: that does not count as its time.
+pub fn note_waiting_in_callback(waited: Duration) {
+    WAITED_IN_CALLBACK.set(WAITED_IN_CALLBACK.get().saturating_add(waited));
+}
+
+/// How long that was, and begins again.
+pub(crate) fn take_waiting_in_callback() -> Duration {
+    WAITED_IN_CALLBACK.replace(Duration::ZERO)
 }
 
 /// For whom this thread asks, as in receipts.

@@ -6,11 +6,12 @@
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use cushion::core::{
     Callback, CallbackId, Driver as _, Owner, Plea, Receipt, Reply, current_owner, is_in_callback,
+    note_waiting_in_callback,
 };
 use cushion::{DeviceEngine, devices};
 use pyo3::exceptions::PyKeyboardInterrupt;
@@ -20,6 +21,7 @@ use crate::{gil, receipts};
 
 /// How long a callback waits for Python's lock.
 const PATIENCE: Duration = Duration::from_secs(2);
+const LEAST_PATIENCE: Duration = Duration::from_millis(100);
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
@@ -102,17 +104,20 @@ pub(crate) fn is_callback_on(py: Python<'_>, number: u64) -> bool {
 #[expect(clippy::disallowed_methods, reason = "a Python program lives on real time")]
 fn ask(function: &Arc<Py<PyAny>>, plea: &Plea) -> Reply {
     let (plea, function, asked) = (*plea, Arc::clone(function), Instant::now());
-    let patience = PATIENCE.min(plea.time_left);
-    let called = Arc::new(AtomicBool::new(false));
+    let patience = plea.time_left.clamp(LEAST_PATIENCE, PATIENCE);
+    let called = Arc::new(OnceLock::new());
     let begins = Arc::clone(&called);
     let reply = gil::attach_within(patience, plea.time_left, move |py| {
-        begins.store(true, Ordering::Release);
-        let left = plea.time_left.saturating_sub(asked.elapsed());
-        call(py, &function, (plea.device, plea.bytes, left.as_secs_f64()))
+        let _ = begins.set(asked.elapsed());
+        call(py, &function, (plea.device, plea.bytes, plea.time_left.as_secs_f64()))
     });
+    if let Some(waited) = called.get() {
+        // That Python's lock was not to be had at once is not its fault.
+        note_waiting_in_callback(*waited);
+    }
     match reply {
         Some(reply) => reply,
-        None if called.load(Ordering::Acquire) => {
+        None if called.get().is_some() => {
             Reply::Failed("it was not waited for any longer, and goes on by itself".to_owned())
         }
         None => Reply::NotCalled(format!(
@@ -231,6 +236,13 @@ pub(crate) fn refuse_after_all(device: i64, number: u64) {
     if let Some(receipt) = receipt {
         call_last(&receipt);
     }
+    pass_on_interrupt();
+}
+
+/// Whether somebody tries again after the refusal of this receipt: who asked, or the thread that asked for them.
+fn is_expected(receipt: &Receipt) -> bool {
+    EXPECTED.with_borrow(|expected| !expected.is_empty())
+        || lock(&EXPECTING).contains_key(&receipt.owner)
 }
 
 /// The program's last calls, before the refusal of this receipt is raised.
@@ -238,7 +250,7 @@ pub(crate) fn call_last(receipt: &Receipt) {
     // With nobody to tell, Python's lock is not taken. What a callback is refused is no end either.
     if lock(&LAST_CALLS).is_empty()
         || is_in_callback()
-        || lock(&EXPECTING).contains_key(&receipt.owner)
+        || is_expected(receipt)
         || IN_LAST_CALL.replace(true)
     {
         return;

@@ -17,7 +17,7 @@ use cushion::core::{AllocError, AllocFuture, is_in_callback};
 use pyo3::prelude::*;
 
 use crate::throw::Failure;
-use crate::{gil, refusal};
+use crate::{callbacks, gil, refusal};
 
 type Request = AllocFuture<'static, DeviceDriver>;
 
@@ -145,15 +145,22 @@ impl Task {
         let Poll::Ready(outcome) = polled else { return };
         *request = None;
         drop(request);
-        self.end(outcome);
+        match outcome {
+            Ok(address) => self.tell((Some(address), None, false)),
+            Err(error) if is_in_callback() => self.refuse(&error),
+            Err(error) => {
+                // A refusal may make the program's last calls: others are not to wait for those.
+                let (task, theirs) = (Arc::clone(&self), error.clone());
+                let thread = std::thread::Builder::new().name("cushion-refusal".to_owned());
+                if thread.spawn(move || task.refuse(&theirs)).is_err() {
+                    self.refuse(&error);
+                }
+            }
+        }
     }
 
-    fn end(&self, outcome: Result<u64, AllocError>) {
-        let failure = match outcome {
-            Ok(address) => return self.tell((Some(address), None, false)),
-            Err(error) => refusal::refused(self.device, &error),
-        };
-        match failure {
+    fn refuse(&self, error: &AllocError) {
+        match refusal::refused(self.device, error) {
             Failure::OutOfMemory(text) => self.tell((None, Some(text), true)),
             Failure::Other(text) => self.tell((None, Some(text), false)),
         }
@@ -165,7 +172,7 @@ impl Task {
             if let Some(done) = done
                 && let Err(error) = done.call1(py, outcome)
             {
-                error.write_unraisable(py, Some(done.bind(py)));
+                callbacks::show(py, error, done.bind(py));
             }
         });
     }

@@ -14,8 +14,8 @@
 //!
 //! Once the interpreter begins to shut down ([`stop`]) nothing here touches it any more.
 
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{Sender, channel, sync_channel};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::mpsc::sync_channel;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
@@ -87,7 +87,7 @@ pub(crate) fn attach<T>(f: impl FnOnce(Python<'_>) -> T) -> T {
 ///
 /// Python can only wait for its lock for ever, so another thread asks first: that it got it says that it changes hands. A
 /// thread that Python knows then runs `f` itself: it had the lock before, and will need it again. One that Python does not
-/// know has `f` run by that other thread.
+/// know has `f` run by such another thread.
 pub(crate) fn attach_within<T: Send + 'static>(
     patience: Duration,
     at_most: Duration,
@@ -121,46 +121,74 @@ fn is_known() -> bool {
 
 /// As [`attach`], for a thread of our own: not at all if Python shuts down.
 pub(crate) fn attach_ours<T>(f: impl FnOnce(Python<'_>) -> T) -> Option<T> {
-    *ours() += 1;
-    let result = is_running().then(|| attach(f));
-    *ours() -= 1;
-    FEWER.notify_all();
-    result
+    let _counted = Counted::new();
+    is_running().then(|| attach(f))
 }
 
-type Job = Box<dyn FnOnce() + Send>;
+/// One of our own threads that wants the lock, or has it, until this is dropped.
+struct Counted(());
 
-/// Has another thread run `f` with the lock; waits `patience` for it to begin, and then `at_most` for it to end.
+impl Counted {
+    fn new() -> Self {
+        *ours() += 1;
+        Self(())
+    }
+}
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        *ours() -= 1;
+        FEWER.notify_all();
+    }
+}
+
+/// Threads that run something elsewhere: more than so many are stuck, and make no more of them.
+const MOST_ELSEWHERE: usize = 64;
+
+static ELSEWHERE: AtomicUsize = AtomicUsize::new(0);
+
+/// One of those threads, until this is dropped.
+struct Elsewhere(());
+
+impl Elsewhere {
+    fn new() -> Self {
+        ELSEWHERE.fetch_add(1, Ordering::Relaxed);
+        Self(())
+    }
+}
+
+impl Drop for Elsewhere {
+    fn drop(&mut self) {
+        ELSEWHERE.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// Has a thread of its own run `f` with the lock; waits `patience` for it to begin, and then `at_most` for it to end.
+/// Shortages are rare: a thread that is kept would be one that can be stuck, with everybody's work behind it.
 fn run_elsewhere<T: Send + 'static>(
     patience: Duration,
     at_most: Duration,
     f: impl FnOnce(Python<'_>) -> T + Send + 'static,
 ) -> Option<T> {
-    static WORKER: Mutex<Option<Sender<Job>>> = Mutex::new(None);
+    if ELSEWHERE.load(Ordering::Relaxed) >= MOST_ELSEWHERE {
+        return None;
+    }
     let (begin, begun) = sync_channel(1);
     let (reply, result) = sync_channel(1);
     // Who asked may have given up: then it is not begun, or its result is nobody's.
     let wanted = Arc::new(AtomicBool::new(true));
     let still_wanted = Arc::clone(&wanted);
-    let job: Job = Box::new(move || {
+    let elsewhere = Elsewhere::new();
+    let work = move || {
+        let _elsewhere = elsewhere;
         attach_ours(|py| {
             if still_wanted.swap(false, Ordering::AcqRel) {
                 let _ = begin.send(());
                 let _ = reply.send(f(py));
             }
         });
-    });
-    {
-        let mut worker = WORKER.lock().unwrap_or_else(PoisonError::into_inner);
-        if worker.is_none() {
-            let (ask, asked) = channel::<Job>();
-            let work = move || asked.into_iter().for_each(|job| job());
-            let thread = std::thread::Builder::new().name("cushion-lock".to_owned());
-            thread.spawn(work).ok()?;
-            *worker = Some(ask);
-        }
-        worker.as_ref()?.send(job).ok()?;
-    }
+    };
+    std::thread::Builder::new().name("cushion-lock".to_owned()).spawn(work).ok()?;
     if begun.recv_timeout(patience).is_err() && wanted.swap(false, Ordering::AcqRel) {
         return None;
     }

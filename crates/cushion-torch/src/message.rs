@@ -29,7 +29,8 @@ pub(crate) fn message(
     processes: &GpuProcesses,
 ) -> String {
     // Python's `.receipt` looks for this.
-    let number = format!("Cushion's receipt: {} on GPU {device}.", shortage.receipt);
+    let (number, process) = (shortage.receipt, std::process::id());
+    let number = format!("Cushion's receipt: {number} on GPU {device} of process {process}.");
     if shortage.requested >= EXBIBYTE {
         return format!("CUDA out of memory. Tried to allocate more than 1EB memory. {number}");
     }
@@ -299,7 +300,8 @@ fn rungs_left_out(shortage: &Shortage) -> Option<String> {
 /// Host memory was not tried, and may serve it.
 fn host_memory(shortage: &Shortage, options: &Options) -> Option<String> {
     let tried = shortage.tried.iter().any(|tried| tried.rung == Rung::Spill);
-    if tried || shortage.ahead || shortage.recording || shortage.requested < options.spill_over {
+    let is_wanted = (options.spill_over..=shortage.device_total).contains(&shortage.requested);
+    if tried || shortage.ahead || shortage.recording || !is_wanted {
         return None;
     }
     let limit = shortage.spilled.saturating_add(shortage.size).div_ceil(MIB).next_multiple_of(1024);

@@ -51,8 +51,9 @@ struct Plan {
     simulated: Option<u64>,
     /// Where receipts go.
     receipts: Option<PathBuf>,
-    /// Failures that are made up.
+    /// Failures that are made up, and whether the settings say so.
     injection: Option<Injection>,
+    injection_is_set: bool,
     /// What is done with every engine.
     for_each: Vec<ForEach>,
 }
@@ -126,6 +127,7 @@ impl Devices {
             simulated: None,
             receipts: None,
             injection: None,
+            injection_is_set: false,
             for_each: Vec::new(),
         };
         Self {
@@ -228,6 +230,9 @@ impl Devices {
             // Here, rather than at the first allocation.
             open_receipts(path)?;
         }
+        // What was asked for by name stays, if the settings say nothing.
+        let changes_injection = plan.injection != settings.inject
+            && (settings.inject.is_some() || plan.injection_is_set);
         for (_, engine) in self.made() {
             engine.set_options(settings.options.clone());
             match &receipts {
@@ -236,13 +241,16 @@ impl Devices {
                 None => stop_receipts(engine),
             }
             // Rules that stay the same go on counting.
-            if plan.injection != settings.inject {
+            if changes_injection {
                 inject(engine, settings.inject.as_ref());
             }
         }
         plan.options = Some(settings.options.clone());
         plan.receipts = receipts;
-        plan.injection.clone_from(&settings.inject);
+        if changes_injection {
+            plan.injection.clone_from(&settings.inject);
+            plan.injection_is_set = settings.inject.is_some();
+        }
         Ok(())
     }
 
@@ -254,6 +262,7 @@ impl Devices {
         for (_, engine) in self.made() {
             inject(engine, injection.as_ref());
         }
+        plan.injection_is_set = false;
         Ok(std::mem::replace(&mut plan.injection, injection))
     }
 
@@ -328,7 +337,10 @@ impl Plan {
             None => {
                 let settings = Settings::gather(&Asked::default(), variable)?;
                 self.receipts = self.receipts.take().or(settings.receipts.map(PathBuf::from));
-                self.injection = self.injection.take().or(settings.inject);
+                if self.injection.is_none() {
+                    self.injection_is_set = settings.inject.is_some();
+                    self.injection = settings.inject;
+                }
                 settings.options
             }
         };
