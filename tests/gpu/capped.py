@@ -63,7 +63,7 @@ def body(checks: Checks, given: argparse.Namespace) -> dict:
                 Path(given.receipts).write_text(path.read_text())
             end = f"finishes {found['steps']} steps" if found["oom"] is None else f"dies at step {found['steps'] + 1}"
             lost = sum(it["took"] for it in shortages)
-            cost = f", {len(survived)} shortages survived in {lost:.2f} s" if survived else ""
+            cost = f", {len(survived)} shortage{'s' * (len(survived) > 1)} survived in {lost:.2f} s" if survived else ""
             told.append(f"{name}: {end}{cost}")
     return {"told": f"{given.cap_gib:g} GiB. " + "; ".join(told)}
 
