@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any, TypeVar, overload
 
 from . import _cushion
+from ._log import logger
 from ._receipts import Receipt, from_json
 
 #: what a callback is called with: the device, the bytes that would help, and the seconds it may take
@@ -78,15 +79,19 @@ def on_refusal(function: _Refusal) -> _Refusal:
 _last_call_lock = threading.RLock()
 # A last call that never ends is not to keep the others waiting for ever.
 _LONGEST_LAST_CALL = 600.0
-# What is done before a last call, such as bringing back what was moved elsewhere.
+# Offloaders, which bring their tensors back before a last call.
 before_last_calls: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def _call_last(function: OnRefusal, text: str) -> None:
     locked = _last_call_lock.acquire(timeout=_LONGEST_LAST_CALL)
     try:
-        for prepare in list(before_last_calls):
-            prepare.before_last_call()
+        for offloader in list(before_last_calls):
+            try:
+                offloader.before_last_call()
+            except Exception as error:
+                # What can be saved without it is to be saved all the same.
+                logger.warning("%s cannot bring its tensors back for the last call: %s", offloader.name, error)
         function(from_json(text))
     finally:
         if locked:

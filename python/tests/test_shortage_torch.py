@@ -9,6 +9,7 @@ import subprocess
 import threading
 import time
 import unittest
+from pathlib import Path
 from typing import Any
 
 import support
@@ -118,6 +119,9 @@ class Shortage(support.TorchCase):
         self.empty(MIB)
         with subprocess.Popen(["sleep", "60"]) as other:
             try:
+                # It has this one's name for a moment.
+                while not Path(f"/proc/{other.pid}/cmdline").read_bytes().startswith(b"sleep"):
+                    pass
                 standin.library.standin_set_process(0, other.pid, support.ctypes.c_uint64(12 * GIB))
                 standin.tenant(12 * GIB)
                 error = self.refused(8 * GIB)
@@ -427,6 +431,14 @@ class Shortage(support.TorchCase):
         cushion.on_refusal(lambda _: seen.append(state.bytes_away))
         self.refused(2 * GIB)
         self.assertEqual(seen, [0])
+        # Where there is no room for it, that is said, and the rest can be saved.
+        state.away()
+        kept = self.empty(800 * MIB)
+        with self.assertLogs("cushion", "WARNING") as logs, cushion.inject("over=50MiB"):
+            self.refused(2 * GIB)
+        self.assertEqual(seen, [0, 50 * MIB])
+        self.assertIn("cannot bring its tensors back", logs.output[0])
+        del kept
 
     def test_in_a_backward_pass_what_is_tried_again_is_no_end(self) -> None:
         torch = self.install()
