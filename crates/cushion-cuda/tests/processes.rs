@@ -33,8 +33,14 @@ mod tests {
     struct Sleeper(Child);
 
     impl Sleeper {
+        /// One that runs its program: until then it is called as this one is.
         fn named(name: &str) -> Self {
-            Self(Command::new("sleep").arg0(name).arg("5").spawn().expect("a child"))
+            let child = Command::new("sleep").arg0(name).arg("5").spawn().expect("a child");
+            let line = format!("/proc/{}/cmdline", child.id());
+            while std::fs::read(&line).is_ok_and(|line| !line.starts_with(name.as_bytes())) {
+                std::thread::yield_now();
+            }
+            Self(child)
         }
     }
 
@@ -45,18 +51,11 @@ mod tests {
         }
     }
 
-    /// What the device's only other process is called, once it runs its program.
+    /// What the device's only other process is called.
     fn name_on(lib: &Lib, child: &Sleeper, expected: &str) {
         lib.standin_set_process(0, child.0.id(), GIB);
         let driver = device(0);
-        let named = || driver.processes().all.remove(0).name;
-        // Until then it is called as this program is.
-        let own = std::fs::read("/proc/self/cmdline").unwrap();
-        let line = format!("/proc/{}/cmdline", child.0.id());
-        while std::fs::read(&line).is_ok_and(|line| line == own || line.is_empty()) {
-            std::thread::yield_now();
-        }
-        assert_eq!(named().as_deref(), Some(expected));
+        assert_eq!(driver.processes().all.remove(0).name.as_deref(), Some(expected));
     }
 
     #[test]
