@@ -9,6 +9,7 @@ import subprocess
 import threading
 import time
 import unittest
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,22 @@ class Shortage(support.TorchCase):
         with self.assertRaises(torch.cuda.OutOfMemoryError) as raised:
             self.empty(size)
         return raised.exception
+
+    def loss_whose_gradient(self, work: Callable[[], object]) -> Any:
+        """A loss whose backward pass, on PyTorch's own thread, does some work."""
+        import torch
+
+        class Works(torch.autograd.Function):  # type: ignore[misc]
+            @staticmethod
+            def forward(_ctx: Any, x: Any) -> Any:
+                return x.clone()
+
+            @staticmethod
+            def backward(_ctx: Any, gradient: Any) -> Any:
+                work()
+                return gradient
+
+        return Works.apply(torch.zeros(4, device="cuda", requires_grad=True)).sum()
 
     # ---- receipts and messages ----
 
@@ -176,18 +193,8 @@ class Shortage(support.TorchCase):
 
         cushion.on_shortage(give_up)
 
-        class Large(torch.autograd.Function):  # type: ignore[misc, name-defined]
-            @staticmethod
-            def forward(_ctx: Any, x: Any) -> Any:
-                return x.clone()
-
-            @staticmethod
-            def backward(_ctx: Any, gradient: Any) -> Any:
-                self.empty(400 * MIB)
-                return gradient
-
-        x = torch.zeros(4, device="cuda", requires_grad=True)
-        Large.apply(x).sum().backward()
+        loss = self.loss_whose_gradient(lambda: self.empty(400 * MIB))
+        loss.backward()
         self.assertEqual(len(threads), 1)
         self.assertNotEqual(threads[0], "MainThread")
 
@@ -207,19 +214,9 @@ class Shortage(support.TorchCase):
         thread.start()
         taken.wait()
 
-        class Large(torch.autograd.Function):  # type: ignore[misc, name-defined]
-            @staticmethod
-            def forward(_ctx: Any, x: Any) -> Any:
-                return x.clone()
-
-            @staticmethod
-            def backward(_ctx: Any, gradient: Any) -> Any:
-                self.empty(400 * MIB)
-                return gradient
-
-        x = torch.zeros(4, device="cuda", requires_grad=True)
+        loss = self.loss_whose_gradient(lambda: self.empty(400 * MIB))
         with cushion.budget(ms=0), self.assertRaises(torch.cuda.OutOfMemoryError) as raised:
-            Large.apply(x).sum().backward()
+            loss.backward()
         ended = [it.ended for it in raised.exception.receipt.tried if it.rung == "wait"]
         self.assertEqual(ended, ["time_is_up"])
         let_go.set()
@@ -447,18 +444,8 @@ class Shortage(support.TorchCase):
         told: list[Any] = []
         cushion.on_refusal(told.append)
 
-        class Large(torch.autograd.Function):  # type: ignore[misc, name-defined]
-            @staticmethod
-            def forward(_ctx: Any, x: Any) -> Any:
-                return x.clone()
-
-            @staticmethod
-            def backward(_ctx: Any, gradient: Any) -> Any:
-                cushion.allocate_tensor(2 * GIB, factor=0.5, dtype="uint8")
-                return gradient
-
-        x = torch.zeros(4, device="cuda", requires_grad=True)
-        Large.apply(x).sum().backward()
+        loss = self.loss_whose_gradient(lambda: cushion.allocate_tensor(2 * GIB, factor=0.5, dtype="uint8"))
+        loss.backward()
         self.assertEqual(told, [])
 
     def test_an_offloader_leaves_what_cannot_go_and_forgets_what_is_gone(self) -> None:
