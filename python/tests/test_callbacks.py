@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-import concurrent.futures
 import contextlib
 import ctypes
 import gc
-import json
-import os
 import signal
 import sys
-import tempfile
 import threading
 import unittest
-from pathlib import Path
 from typing import Any
 
 import support

@@ -5,12 +5,9 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
-import ctypes
 import gc
 import json
 import os
-import signal
-import sys
 import tempfile
 import threading
 import unittest
