@@ -167,12 +167,11 @@ class Offloader:
                 synchronized.add(index)
             host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
             host.copy_(_bytes_of(torch, storage, index))
-            away = _Away(storage, size, host, index, _cushion.stream_of(storage.data_ptr()))
-            self._away.append(away)
+            self._away.append(_Away(storage, size, host, index, _cushion.stream_of(storage.data_ptr())))
             try:
                 storage.resize_(0)
             except BaseException:
-                self._away.remove(away)
+                self._away.pop()
                 raise
             gone.add(storage._cdata)
             freed += size

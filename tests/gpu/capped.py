@@ -12,11 +12,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 import tempfile
 from pathlib import Path
 
-from harness import Checks, child, main, parser, require_gpu, say, short
+from harness import Checks, main, parser, require_gpu, say, workload
 
 # What it is run with, and what it finds in its environment.
 RUNS = {
@@ -29,13 +28,8 @@ RUNS = {
 
 def run(name: str, given: argparse.Namespace, receipts: Path) -> dict:
     mode, more = RUNS[name]
-    workload = str(Path(__file__).with_name("workloads.py"))
-    command = [sys.executable, workload, "llama_varlen", *mode, "--steps", str(given.steps)]
-    done = child([*command, "--cap-gib", str(given.cap_gib)], CUSHION_RECEIPTS=str(receipts), **more)
-    lines = done.stdout.strip().splitlines()
-    if not lines:
-        raise RuntimeError(f"{name}: no result: {short(done.stderr[-500:])}")
-    found: dict = json.loads(lines[-1])
+    arguments = ("--steps", str(given.steps), "--cap-gib", str(given.cap_gib))
+    found = workload("llama_varlen", *mode, *arguments, CUSHION_RECEIPTS=str(receipts), **more)
     say(f"{name}: {found['steps']} steps, out of memory: {found['oom'] is not None}")
     return found
 

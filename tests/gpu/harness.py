@@ -22,6 +22,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+from outcome import last_json
+
 KIB = 1 << 10
 MIB = 1 << 20
 GIB = 1 << 30
@@ -119,13 +121,21 @@ def child(command: list[str], **more: str) -> subprocess.CompletedProcess:
 
 def itself(*arguments: str, **more: str) -> dict[str, Any]:
     """Runs the program that this is once more, in a process of its own, with these arguments; its line of JSON."""
-    done = child([sys.executable, sys.argv[0], *arguments], **more)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if not lines:
-        raise RuntimeError(
-            f"{' '.join(arguments)} ended with {done.returncode} and no line: {short(done.stderr[-600:])}"
-        )
-    found: dict[str, Any] = json.loads(lines[-1])
+    return line_of(child([sys.executable, sys.argv[0], *arguments], **more))
+
+
+def workload(*arguments: str, **more: str) -> dict[str, Any]:
+    """Runs `workloads.py` with these arguments; its line of JSON."""
+    path = os.path.join(os.path.dirname(os.path.abspath(__file__)), "workloads.py")
+    return line_of(child([sys.executable, path, *arguments], **more))
+
+
+def line_of(done: subprocess.CompletedProcess) -> dict[str, Any]:
+    """The line of JSON that a program ended with."""
+    found = last_json(done.stdout)
+    if found is None:
+        said = f"{' '.join(done.args[1:])} ended with {done.returncode} and no line: {short(done.stderr[-600:])}"
+        raise RuntimeError(said)
     return found
 
 

@@ -10,21 +10,12 @@ finish with the same loss, give or take what runs differ. How much slower it is,
 from __future__ import annotations
 
 import argparse
-import json
-import sys
-from pathlib import Path
 
-from harness import GIB, Checks, child, main, parser, require_gpu, say, short
+from harness import GIB, Checks, main, parser, require_gpu, say, workload
 
 
 def run(given: argparse.Namespace, *mode: str, cap_gib: float = 0, **more: str) -> dict:
-    workload = str(Path(__file__).with_name("workloads.py"))
-    command = [sys.executable, workload, "gpt2_train", *mode, "--steps", str(given.steps), "--cap-gib", str(cap_gib)]
-    done = child(command, **more)
-    lines = done.stdout.strip().splitlines()
-    if not lines:
-        raise RuntimeError(f"{mode}: no result: {short(done.stderr[-500:])}")
-    found: dict = json.loads(lines[-1])
+    found = workload("gpt2_train", *mode, "--steps", str(given.steps), "--cap-gib", str(cap_gib), **more)
     say(f"{mode} with {cap_gib:.2f} GiB: {found}")
     return found
 

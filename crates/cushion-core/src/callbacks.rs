@@ -42,12 +42,6 @@ pub enum Reply {
     NotCalled(String),
 }
 
-impl From<()> for Reply {
-    fn from((): ()) -> Self {
-        Self::Nothing
-    }
-}
-
 /// What one callback did about a shortage.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]

@@ -6,7 +6,7 @@
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
 use cushion::core::{
@@ -17,15 +17,11 @@ use cushion::{DeviceEngine, devices};
 use pyo3::exceptions::PyKeyboardInterrupt;
 use pyo3::prelude::*;
 
-use crate::{gil, receipts};
+use crate::{gil, lock, receipts};
 
 /// How long a callback waits for Python's lock.
 const PATIENCE: Duration = Duration::from_secs(2);
 const LEAST_PATIENCE: Duration = Duration::from_millis(100);
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
 
 // ---- on a shortage ----
 

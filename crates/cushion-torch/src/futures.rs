@@ -9,7 +9,7 @@ use std::future::Future;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
 use std::task::{Context as Polled, Poll, Wake, Waker};
 
 use cushion::DeviceDriver;
@@ -17,13 +17,9 @@ use cushion::core::{AllocError, AllocFuture, is_in_callback};
 use pyo3::prelude::*;
 
 use crate::throw::Failure;
-use crate::{callbacks, gil, refusal};
+use crate::{callbacks, gil, lock, refusal};
 
 type Request = AllocFuture<'static, DeviceDriver>;
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
 
 /// A request on its way.
 struct Task {

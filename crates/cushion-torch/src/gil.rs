@@ -14,9 +14,9 @@
 //!
 //! Once the interpreter begins to shut down ([`stop`]) nothing here touches it any more.
 
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::sync_channel;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock};
 use std::time::Duration;
 
 use cushion::core::{self, is_in_callback};
@@ -24,6 +24,7 @@ use cushion::devices;
 use pyo3::Python;
 use pyo3::ffi::{self, PyThreadState};
 
+use crate::lock;
 use crate::symbols::Loaded;
 
 type CurrentState = unsafe extern "C" fn() -> *mut PyThreadState;
@@ -35,7 +36,7 @@ static OURS: Mutex<usize> = Mutex::new(0);
 static FEWER: Condvar = Condvar::new();
 
 fn ours() -> MutexGuard<'static, usize> {
-    OURS.lock().unwrap_or_else(PoisonError::into_inner)
+    lock(&OURS)
 }
 
 /// From now on nobody calls into Python. The caller has given the lock up: our own threads that want it get it once
@@ -142,26 +143,8 @@ impl Drop for Counted {
     }
 }
 
-/// Threads that run something elsewhere: more than so many are stuck, and make no more of them.
-const MOST_ELSEWHERE: usize = 64;
-
-static ELSEWHERE: AtomicUsize = AtomicUsize::new(0);
-
-/// One of those threads, until this is dropped.
-struct Elsewhere(());
-
-impl Elsewhere {
-    fn new() -> Self {
-        ELSEWHERE.fetch_add(1, Ordering::Relaxed);
-        Self(())
-    }
-}
-
-impl Drop for Elsewhere {
-    fn drop(&mut self) {
-        ELSEWHERE.fetch_sub(1, Ordering::Relaxed);
-    }
-}
+/// So many threads of our own that want the lock, or have it, are stuck: no more are made.
+const MOST_OURS: usize = 64;
 
 /// Has a thread of its own run `f` with the lock; waits `patience` for it to begin, and then `at_most` for it to end.
 /// Shortages are rare: a thread that is kept would be one that can be stuck, with everybody's work behind it.
@@ -170,7 +153,7 @@ fn run_elsewhere<T: Send + 'static>(
     at_most: Duration,
     f: impl FnOnce(Python<'_>) -> T + Send + 'static,
 ) -> Option<T> {
-    if ELSEWHERE.load(Ordering::Relaxed) >= MOST_ELSEWHERE {
+    if *ours() >= MOST_OURS {
         return None;
     }
     let (begin, begun) = sync_channel(1);
@@ -178,9 +161,7 @@ fn run_elsewhere<T: Send + 'static>(
     // Who asked may have given up: then it is not begun, or its result is nobody's.
     let wanted = Arc::new(AtomicBool::new(true));
     let still_wanted = Arc::clone(&wanted);
-    let elsewhere = Elsewhere::new();
     let work = move || {
-        let _elsewhere = elsewhere;
         attach_ours(|py| {
             if still_wanted.swap(false, Ordering::AcqRel) {
                 let _ = begin.send(());

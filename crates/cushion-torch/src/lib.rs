@@ -29,7 +29,14 @@ mod symbols;
 mod threads;
 mod throw;
 
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
 use pyo3::prelude::*;
+
+/// Locks; what a thread that panicked held is as good as ever here.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 /// The Rust half of the package `cushion`. Its Python half keeps to these functions.
 #[pymodule]

@@ -2,7 +2,7 @@
 
 use std::cell::RefCell;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use cushion::core::{Context, Receipt};
@@ -11,7 +11,7 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 
-use crate::{callbacks, gil, recorder, stacks};
+use crate::{callbacks, gil, lock, recorder, stacks};
 
 /// How long a thread that was short of memory waits for Python's lock to tell of it.
 const PATIENCE: Duration = Duration::from_secs(1);
@@ -111,26 +111,22 @@ pub(crate) fn keep_receipts(py: Python<'_>, count: usize) -> PyResult<()> {
 
 static OBSERVER: Mutex<Option<Py<PyAny>>> = Mutex::new(None);
 
-fn observer() -> std::sync::MutexGuard<'static, Option<Py<PyAny>>> {
-    OBSERVER.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 /// Calls `observer(text)` with every receipt from now on, on the thread that was short of memory; `None` ends it.
 #[pyfunction]
 #[pyo3(signature = (observer=None))]
 pub(crate) fn observe_receipts(observer: Option<Py<PyAny>>) {
-    let before = std::mem::replace(&mut *self::observer(), observer);
+    let before = std::mem::replace(&mut *lock(&OBSERVER), observer);
     // With the lock above let go: what it holds of Python's may do anything as it goes.
     drop(before);
 }
 
 fn tell(receipt: &Receipt) {
-    if observer().is_none() {
+    if lock(&OBSERVER).is_none() {
         return;
     }
     let text = json(receipt);
     gil::attach_within(PATIENCE, PATIENCE, |py| {
-        let told = observer().as_ref().map(|observer| observer.clone_ref(py));
+        let told = lock(&OBSERVER).as_ref().map(|observer| observer.clone_ref(py));
         if let Some(told) = told
             && let Err(error) = told.call1(py, (text,))
         {

@@ -2,7 +2,7 @@
 //!
 //! The message is `message.rs`'s.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 use std::time::Duration;
 
 use cushion::core::{AllocError, Shortage};
@@ -11,7 +11,7 @@ use pyo3::prelude::*;
 
 use crate::profiler::{self, Totals};
 use crate::throw::Failure;
-use crate::{callbacks, gil, message, plugin, receipts};
+use crate::{callbacks, gil, lock, message, plugin, receipts};
 
 /// How long a refusal waits for Python's lock, to tell of it.
 const PATIENCE: Duration = Duration::from_secs(2);
@@ -20,7 +20,7 @@ static OBSERVERS: Mutex<Vec<Py<PyAny>>> = Mutex::new(Vec::new());
 
 /// Calls `observer(device, bytes, limit, free)` at every refusal from now on, before the error is raised.
 pub(crate) fn observe(observer: Py<PyAny>) {
-    OBSERVERS.lock().unwrap_or_else(PoisonError::into_inner).push(observer);
+    lock(&OBSERVERS).push(observer);
 }
 
 /// A request of a device that cannot be used.
@@ -56,14 +56,13 @@ pub(crate) fn refused(device: i64, error: &AllocError) -> Failure {
 /// Tells the observers. What they raise is shown by Python as errors that nobody can catch are, and the
 /// refusal goes on: the program is to see that memory ran out.
 fn tell(device: i64, bytes: u64, limit: u64, free: u64) {
-    let observers = || OBSERVERS.lock().unwrap_or_else(PoisonError::into_inner);
     // With nobody to tell, Python's lock is not taken: the caller may hold what its owner waits for.
-    if observers().is_empty() {
+    if lock(&OBSERVERS).is_empty() {
         return;
     }
     gil::attach_within(PATIENCE, PATIENCE, move |py| {
         // Copied: Python runs below, and no lock of ours may be held while it does.
-        let told: Vec<_> = observers().iter().map(|observer| observer.clone_ref(py)).collect();
+        let told: Vec<_> = lock(&OBSERVERS).iter().map(|observer| observer.clone_ref(py)).collect();
         for observer in told {
             if let Err(error) = observer.call1(py, (device, bytes, limit, free)) {
                 callbacks::show(py, error, observer.bind(py));

@@ -1,0 +1,272 @@
+"""Steps that are run in parts: how a batch is split, and which size is known to be too large."""
+
+from __future__ import annotations
+
+import types
+import unittest
+import weakref
+from collections import UserDict, namedtuple
+from typing import Any
+from unittest import mock
+
+import support  # puts the package under test on the path
+from steps import Card, Rows, failing
+
+import cushion
+from cushion import _retry
+
+
+class Splitting(unittest.TestCase):
+    def test_in_twice_as_many_parts(self) -> None:
+        card = Card(2)
+        self.assertEqual(cushion.retry(card.step, Rows(range(8)), split=cushion.split_batch), sum(range(8)))
+        self.assertEqual(card.seen, [8, 4, 2, 2, 2, 2])
+
+    def test_until_parts_cannot_be_smaller(self) -> None:
+        card = Card(0)
+        with self.assertRaises(MemoryError):
+            cushion.retry(card.step, Rows(range(5)), split=cushion.split_batch)
+        # In 4 parts one has two rows; eight there cannot be, but five.
+        self.assertEqual(card.seen, [5, 2, 1, 1])
+        card.room = 1
+        self.assertEqual(cushion.retry(card.step, Rows(range(3)), split=cushion.split_batch), 3)
+
+    def test_all_parts_run_again(self) -> None:
+        seen: list[int] = []
+
+        def step(rows: Rows) -> None:
+            seen.append(len(rows.values))
+            if len(seen) in (1, 3):
+                raise MemoryError
+
+        cushion.retry(step, Rows(range(8)), split=cushion.split_batch)
+        self.assertEqual(seen, [8, 4, 4, 2, 2, 2, 2])
+
+    def test_a_split_of_one_s_own(self) -> None:
+        def halves(parts: int, names: list[str]) -> list[tuple[tuple[list[str]], dict[str, Any]]]:
+            if parts > 2:
+                raise cushion.CannotSplit("2 at most")
+            return [((names[:1],), {}), ((names[1:],), {})]
+
+        def step(names: list[str]) -> str:
+            if len(names) > 2:
+                raise MemoryError
+            return "+".join(names)
+
+        self.assertEqual(cushion.retry(step, ["a", "b", "c"], split=halves), ["a", "b+c"])
+        with self.assertRaises(MemoryError) as raised:
+            cushion.retry(step, list("abcdef"), split=halves)
+        if hasattr(raised.exception, "__notes__"):
+            self.assertIn("a part cannot be made smaller: 2 at most", raised.exception.__notes__[0])
+
+    def test_a_split_that_never_says_no(self) -> None:
+        asked: list[int] = []
+
+        def split(parts: int) -> list[tuple[tuple[()], dict[str, Any]]]:
+            asked.append(parts)
+            return [((), {})] * (len(asked) + 1)
+
+        with self.assertRaises(MemoryError):
+            cushion.retry(failing(1000), split=split)
+        self.assertEqual(len(asked), 30)
+
+    def test_an_error_in_a_split_passes(self) -> None:
+        with self.assertRaises(ZeroDivisionError):
+            cushion.retry(failing(1), split=lambda parts: 1 // 0)
+
+    def test_no_tensor_to_split(self) -> None:
+        for arguments in ((), (1, "two", None), (types.SimpleNamespace(shape=()),)):
+            with self.assertRaises(MemoryError):
+                cushion.retry(failing(1), *arguments, split=cushion.split_batch)
+        with self.assertRaises(MemoryError):
+            cushion.retry(failing(1), Rows([]), split=cushion.split_batch)
+
+    def test_what_is_split_and_what_is_whole(self) -> None:
+        Pair = namedtuple("Pair", "rows name")
+        whole = Rows(range(3))
+        arguments = (Rows(range(5)), [Rows(range(5, 10)), "text"], Pair(Rows(range(5)), "pair"), None, 3)
+        given = {"more": {"deep": Rows(range(5))}, "user": UserDict(rows=Rows(range(5))), "whole": whole}
+        parts = cushion.split_batch(2, *arguments, **given)
+        self.assertEqual(len(parts), 2)
+        for (args, kwargs), rows in zip(parts, ([0, 1], [2, 3, 4])):
+            self.assertEqual(args[0].values, rows)
+            self.assertEqual(args[1][0].values, [row + 5 for row in rows])
+            self.assertEqual(args[1][1], "text")
+            self.assertIsInstance(args[2], Pair)
+            self.assertEqual((args[2].rows.values, args[2].name), (rows, "pair"))
+            self.assertEqual(args[3:], (None, 3))
+            self.assertEqual(kwargs["more"]["deep"].values, rows)
+            self.assertIsInstance(kwargs["user"], UserDict)
+            self.assertEqual(kwargs["user"]["rows"].values, rows)
+            self.assertIs(kwargs["whole"], whole)
+            self.assertEqual(kwargs["share"], len(rows) / 5)
+        self.assertEqual(given["more"]["deep"].values, list(range(5)))
+
+    def test_parts_are_as_equal_as_can_be(self) -> None:
+        for length in range(1, 40):
+            for parts in (2, 4, 8, 16, 32):
+                split = [args[0].values for args, _ in cushion.split_batch(parts, Rows(range(length)))]
+                self.assertEqual(sum(split, []), list(range(length)))
+                self.assertEqual(len(split), min(parts, length))
+                self.assertLessEqual(max(map(len, split)) - min(map(len, split)), 1)
+
+    def test_no_such_dimension(self) -> None:
+        with self.assertRaisesRegex(ValueError, "dimension -1"):
+            cushion.split_batch.along(-1)
+        with self.assertRaisesRegex(cushion.CannotSplit, "dimension 2"):
+            cushion.split_batch.along(2)(2, Rows(range(4)))
+
+    def test_share_goes_to_those_who_take_it(self) -> None:
+        shares: list[Any] = []
+
+        def takes(rows: Rows, share: float = 1.0) -> None:
+            shares.append(share)
+            if len(rows.values) > 2:
+                raise MemoryError
+
+        def takes_anything(rows: Rows, **kwargs: Any) -> None:
+            shares.append(kwargs)
+            if len(rows.values) > 2:
+                raise MemoryError
+
+        cushion.retry(takes, Rows(range(3)), split=cushion.split_batch)
+        self.assertEqual(shares, [1.0, 1 / 3, 2 / 3])
+        shares.clear()
+        cushion.retry(takes, Rows(range(4)), share=0.5, split=cushion.split_batch)
+        self.assertEqual(shares, [0.25, 0.25])
+        shares.clear()
+        cushion.retry(takes_anything, Rows(range(3)), key=1, split=cushion.split_batch)
+        self.assertEqual(shares, [{"key": 1}] * 3)
+        shares.clear()
+        cushion.retry(takes_anything, Rows(range(4)), share=0.5, split=cushion.split_batch)
+        self.assertEqual(shares, [{"share": 0.25}] * 2)
+
+    def test_what_parts_return_is_one(self) -> None:
+        scalar = mock.Mock(shape=(), __radd__=lambda self, other: other, __add__=lambda self, other: "sum")
+        for results, expected in (
+            ([1, 2.5], 3.5),
+            ([None, None], None),
+            ([scalar, scalar], "sum"),
+            ([(1, None), (2, None)], (3, None)),
+            ([{"loss": 1, "rows": (1, 2)}, {"loss": 2, "rows": (3, 4)}], {"loss": 3, "rows": (4, 6)}),
+            (["a", "b"], ["a", "b"]),
+            ([1, None], [1, None]),
+            ([(1,), (1, 2)], [(1,), (1, 2)]),
+        ):
+            with self.subTest(results):
+                left = list(results)
+
+                def step(rows: Rows) -> Any:
+                    if len(rows.values) > 1:
+                        raise MemoryError
+                    return left.pop(0)
+
+                self.assertEqual(cushion.retry(step, Rows(range(2)), split=cushion.split_batch), expected)
+
+    def test_combine(self) -> None:
+        card = Card(2)
+        self.assertEqual(cushion.retry(card.step, Rows(range(4)), split=cushion.split_batch, combine=list), [1, 5])
+        one = object()
+        self.assertIs(cushion.retry(lambda: one, combine=lambda results: self.fail("of one part")), one)
+
+
+class Knowing(unittest.TestCase):
+    def seen(self, card: Card, length: int, width: int = 1) -> list[int]:
+        card.seen.clear()
+        cushion.retry(card.step, Rows(range(length), width), split=cushion.split_batch)
+        return list(card.seen)
+
+    def test_begins_below_what_failed(self) -> None:
+        card = Card(4)
+        self.assertEqual(self.seen(card, 16), [16, 8, 4, 4, 4, 4])
+        # 8 failed.
+        self.assertEqual(self.seen(card, 16), [4, 4, 4, 4])
+        self.assertEqual(self.seen(card, 8), [4, 4])
+        self.assertEqual(self.seen(card, 6), [6, 3, 3])
+        # 6 failed.
+        self.assertEqual(self.seen(card, 4), [4])
+        self.assertEqual(self.seen(card, 7), [3, 4])
+        self.assertEqual(self.seen(card, 40), [5] + [2, 3] * 8)
+
+    def test_size_is_elements(self) -> None:
+        card = Card(4)
+        self.seen(card, 8, width=10)
+        self.assertEqual(self.seen(card, 4, width=40), [1, 1, 1, 1])
+
+    def test_a_success_at_that_size_is_known_too(self) -> None:
+        card = Card(0)
+        with self.assertRaises(MemoryError):
+            self.seen(card, 4)
+        card.room = 100
+        # One row failed, and less there is not: it is tried, works, and the next call begins as a first one.
+        self.assertEqual(self.seen(card, 4), [1, 1, 1, 1])
+        self.assertEqual(self.seen(card, 4), [4])
+
+    def test_the_smallest_that_failed(self) -> None:
+        card = Card(0)
+        for length, width in ((4, 1), (1, 10)):
+            with self.assertRaises(MemoryError):
+                self.seen(card, length, width)
+        card.room = 100
+        self.assertEqual(self.seen(card, 4), [1, 1, 1, 1])
+
+    def test_the_part_that_failed(self) -> None:
+        card = Card(3)
+        self.assertEqual(self.seen(card, 7), [7, 3, 4, 1, 2, 2, 2])
+        # 4 failed, and 3 did not.
+        self.assertEqual(self.seen(card, 3), [3])
+
+    def test_methods_are_known_by_what_they_are_bound_to(self) -> None:
+        small, large = Card(2), Card(100)
+        self.seen(small, 8)
+        self.assertEqual(self.seen(large, 8), [8])
+        self.assertEqual(self.seen(small, 8), [2, 2, 2, 2])
+
+    def test_nothing_is_kept_alive(self) -> None:
+        card = Card(2)
+        self.seen(card, 8)
+        gone = weakref.ref(card)
+        del card
+        self.assertIsNone(gone())
+
+    def test_steps_that_cannot_be_known(self) -> None:
+        class Unhashable(Card):
+            __hash__ = None  # type: ignore[assignment]
+
+        card = Unhashable(4)
+        for _ in range(2):
+            self.assertEqual(self.seen(card, 8), [8, 4, 4])
+
+    def test_nothing_is_known_without_a_split(self) -> None:
+        card = Card(4)
+        with self.assertRaises(MemoryError):
+            cushion.retry(card.step, Rows(range(8)))
+        self.assertEqual(self.seen(card, 8), [8, 4, 4])
+
+    def test_nothing_is_known_without_tensors(self) -> None:
+        seen: list[int] = []
+
+        def step(names: str) -> None:
+            seen.append(len(names))
+            if len(names) > 1:
+                raise MemoryError
+
+        def letters(parts: int, names: str) -> list[tuple[tuple[str], dict[str, Any]]]:
+            return [((name,), {}) for name in names]
+
+        for _ in range(2):
+            cushion.retry(step, "ab", split=letters)
+        self.assertEqual(seen, [2, 1, 1] * 2)
+
+    def test_signatures_are_looked_at_once(self) -> None:
+        card = Card(4)
+        with mock.patch.object(_retry, "_takes_share", wraps=_retry._takes_share) as looked:
+            self.seen(card, 4)
+            looked.assert_not_called()
+            self.seen(card, 8)
+            self.seen(card, 8)
+        looked.assert_called_once()
+
+
+if __name__ == "__main__":
+    unittest.main()
