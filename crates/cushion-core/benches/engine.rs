@@ -118,10 +118,10 @@ fn churn_over_torch(policy: Policy, live: usize) -> f64 {
 type Row = (&'static str, fn(Policy) -> f64);
 
 fn table(title: &str, digits: usize, rows: &[Row]) {
-    println!("{title:<24} {:>12} {:>12}", "segments", "expandable");
+    println!("{title:<24} {:>12} {:>12} {:>12}", "segments", "expandable", "paged");
     for (name, row) in rows {
-        let [segments, expandable] = Policy::ALL.map(row);
-        println!("{name:<24} {segments:>12.digits$} {expandable:>12.digits$}");
+        let [segments, expandable, paged] = Policy::ALL.map(row);
+        println!("{name:<24} {segments:>12.digits$} {expandable:>12.digits$} {paged:>12.digits$}");
     }
 }
 

@@ -24,8 +24,12 @@ pub(crate) enum BlockState {
     Pending,
     /// Addresses with no pages behind them, in the unmapped index of its lane.
     Unmapped,
-    /// A whole plain segment on its way back to the driver, in no index.
+    /// A whole plain segment, or a page, on its way back to the driver, in no index.
     Leaving,
+    /// At home, but in use at a second address; in no index.
+    Lent,
+    /// Second addresses that are not in use: what is behind them is at home. In no index.
+    Shadow,
 }
 
 /// One range of device addresses.
@@ -140,6 +144,15 @@ impl BlockTable {
             self[after].prev = Some(back);
         }
         back
+    }
+
+    /// Cuts a block to `start..end`; what is before and after it become blocks of their own, in the same state, and are
+    /// returned.
+    pub(crate) fn cut(&mut self, id: BlockId, start: u64, end: u64) -> [Option<BlockId>; 2] {
+        let (address, after, state) = (self[id].address, self[id].end(), self[id].state);
+        let before = (address < start).then(|| self.split_front(id, start - address, state));
+        let behind = (end < after).then(|| self.split_back(id, end - start));
+        [before, behind]
     }
 
     /// Lets `into` swallow its neighbour `other`, which leaves the table.

@@ -5,11 +5,11 @@
 //! still at work on it. Whole blocks come first: a piece cut out of one would keep the rest from the driver,
 //! which could lay it out anew for everybody.
 
-use crate::block::BlockId;
 use crate::drain::{Drained, Work};
 use crate::driver::{Driver, DriverResult, StreamId};
 use crate::history::Context;
-use crate::locked::{Found, Locked};
+use crate::homes::Found;
+use crate::locked::Locked;
 use crate::policy::{Policy, Request};
 use crate::pool::{PoolId, PoolIndex, PoolTable};
 
@@ -38,8 +38,8 @@ impl<D: Driver> Locked<'_, D> {
             let private = self.state.pools.private.get(&id).filter(|pool| pool.uses > 0)?;
             let pool = if request.small { private.small } else { private.large };
             let request = Request { pool, ..*request };
-            let block = self.search(&request, policy)?;
-            Some(self.hand_out(Found { block, policy }, &request, context))
+            let found = self.search(&request, policy)?;
+            Some(self.hand_out(found, policy, &request, context))
         })
     }
 
@@ -71,6 +71,34 @@ impl<D: Driver> Locked<'_, D> {
                 self.borrow_from((pool, stream), request, lend, drained, context)?
             {
                 return Ok(Some(address));
+            }
+        }
+        Ok(None)
+    }
+
+    /// Serves a request of the default pool from memory of the same class that another stream is done with, as far as
+    /// that can be told without waiting. Must not be called during a capture.
+    pub(crate) fn borrow_idle(
+        &mut self,
+        request: &Request,
+        context: Context,
+    ) -> DriverResult<Option<u64>> {
+        // What is borrowed is freed by an event on the stream that asks: it must be there then. The default stream does
+        // not borrow: it carries the main work, and would wait for its own memory.
+        if self.state.pools[request.pool].id != PoolId::DEFAULT
+            || !self.lasts(request.stream)
+            || request.stream == StreamId(0)
+        {
+            return Ok(None);
+        }
+        let streams = self.state.pools[request.pool].lanes().map(|(stream, _)| stream);
+        let others: Vec<_> = streams.filter(|&it| it != request.stream).collect();
+        for stream in others {
+            let lane = (request.pool, stream);
+            let served =
+                self.borrow_from(lane, request, Lend::Pieces, &Drained::default(), context)?;
+            if served.is_some() {
+                return Ok(served);
             }
         }
         Ok(None)
@@ -118,15 +146,20 @@ impl<D: Driver> Locked<'_, D> {
     }
 
     /// The block of a lane that may be borrowed for a request, if its stream is not at work.
-    fn lendable(&self, there: &Request, lend: Lend) -> Option<BlockId> {
+    fn lendable(&self, there: &Request, lend: Lend) -> Option<Found> {
         let policy = self.state.policy;
-        let id = self.choose(there, policy)?;
-        let view = self.state.view(self.device);
-        let block = &view.blocks[id];
-        let small = self.state.pools[there.pool].small;
-        let is_whole =
-            block.size == there.size || !policy.rules().splits(view, block, there.size, small);
-        (is_whole || lend == Lend::Pieces).then_some(id)
+        let found = self.find(there, policy)?;
+        if let Found::Block(id) = found
+            && lend == Lend::Whole
+        {
+            let view = self.state.view(self.device);
+            let block = &view.blocks[id];
+            let small = self.state.pools[there.pool].small;
+            let is_whole =
+                block.size == there.size || !policy.rules().splits(view, block, there.size, small);
+            return is_whole.then_some(found);
+        }
+        Some(found)
     }
 
     fn borrow_from(
@@ -139,13 +172,13 @@ impl<D: Driver> Locked<'_, D> {
     ) -> DriverResult<Option<u64>> {
         let policy = self.state.policy;
         let there = Request { pool, stream, ..*request };
-        let Some(block) = self.lendable(&there, lend) else { return Ok(None) };
+        let Some(found) = self.lendable(&there, lend) else { return Ok(None) };
         if stream != request.stream
             && self.work_on((pool, stream), request.stream, drained)? != Work::Done
         {
             return Ok(None);
         }
-        let address = self.hand_out(Found { block, policy }, &there, context);
+        let address = self.hand_out(found, policy, &there, context);
         let noted = self.record_stream(address, request.stream);
         debug_assert!(noted.is_ok(), "handed out a moment ago");
         Ok(Some(address))

@@ -33,6 +33,7 @@ impl<D: Driver> Locked<'_, D> {
         self.check_indexes()?;
         self.check_live_and_pending()?;
         self.check_pages(&chains)?;
+        self.check_stitches(&chains)?;
         self.check_counters()
     }
 
@@ -187,7 +188,11 @@ impl<D: Driver> Locked<'_, D> {
                     let events = waiting.get(&id).copied();
                     ensure!(events == Some(block.events), "{block:?} waits for {events:?} events");
                 }
-                BlockState::Free | BlockState::Unmapped | BlockState::Leaving => {
+                BlockState::Free
+                | BlockState::Unmapped
+                | BlockState::Leaving
+                | BlockState::Lent
+                | BlockState::Shadow => {
                     ensure!(
                         block.events == 0 && block.uses.is_none(),
                         "{block:?} is idle but used"
@@ -206,24 +211,48 @@ impl<D: Driver> Locked<'_, D> {
         let pages = &self.state.pages;
         let mut mappings: BTreeMap<u64, u64> = pages.mappings().collect();
         for (id, segment) in self.state.segments.iter() {
-            let Backing::Pages { page_size } = segment.backing else { continue };
+            let page_size = match segment.backing {
+                Backing::Pages { page_size } => Some(page_size),
+                Backing::Homes => None,
+                Backing::Plain | Backing::Stitched(_) => continue,
+            };
             for block in chains[&id].iter().map(|&id| &self.state.blocks[id]) {
-                let first =
-                    segment.address + (block.address - segment.address) / page_size * page_size;
-                let mut at = first;
-                while at < block.end() {
-                    if block.is_mapped() {
-                        ensure!(
-                            pages.page_at(at) == Some(page_size) && !pages.is_stuck(at),
-                            "no page at {at:#x} behind {block:?}"
-                        );
-                        mappings.remove(&at);
-                    } else if mappings.remove(&at).is_some() {
-                        ensure!(pages.is_stuck(at), "a page at {at:#x} behind {block:?}");
-                    }
-                    at += page_size;
+                let mut at = block.address;
+                while block.is_mapped() && at < block.end() {
+                    let Some((first, bytes, _)) = pages.page_around(at) else {
+                        return Err(Violation(format!("no page at {at:#x} behind {block:?}")));
+                    };
+                    ensure!(
+                        page_size.is_none_or(|size| size == bytes) && !pages.is_stuck(first),
+                        "a page of {bytes} bytes at {first:#x} behind {block:?}"
+                    );
+                    mappings.remove(&first);
+                    at = first + bytes;
+                }
+                let range = block.address..block.end();
+                let unmapped = !block.is_mapped();
+                for (at, _) in mappings.extract_if(range, |_, _| unmapped) {
+                    ensure!(pages.is_stuck(at), "a page at {at:#x} behind {block:?}");
                 }
             }
+        }
+        for (_, stitch) in self.state.stitches.iter() {
+            for part in &stitch.parts {
+                let at = stitch.address + part.offset;
+                let here = pages.page_around(at);
+                ensure!(
+                    here == Some((at, part.bytes, part.page)) && !pages.is_stuck(at),
+                    "{part:?} is not at {at:#x} of its range: {here:?}"
+                );
+                let home = pages.page_around(part.home);
+                ensure!(
+                    home == Some((part.home, part.bytes, part.page)),
+                    "{part:?} has left its home"
+                );
+                mappings.remove(&at);
+            }
+            let range = stitch.address..stitch.address + stitch.bytes;
+            mappings.extract_if(range, |&at, _| pages.is_stuck(at)).for_each(drop);
         }
         let left = &self.state.left_ranges;
         let in_left_range =
@@ -245,6 +274,55 @@ impl<D: Driver> Locked<'_, D> {
             "pages of {held:?} bytes, but {:?} counted",
             self.state.pages_counted
         );
+        Ok(())
+    }
+
+    /// What a range hands out is lent at home, byte for byte, and nothing else is.
+    fn check_stitches(&self, chains: &BTreeMap<SegmentId, Vec<BlockId>>) -> Result<(), Violation> {
+        let blocks = &self.state.blocks;
+        let mut lent = BTreeSet::new();
+        for (id, stitch) in self.state.stitches.iter() {
+            let block = &blocks[stitch.block];
+            let segment = &self.state.segments[block.segment];
+            ensure!(segment.backing == Backing::Stitched(id), "{stitch:?} has {segment:?}");
+            let in_use = matches!(block.state, BlockState::Live | BlockState::Pending);
+            ensure!(in_use == stitch.is_in_use(), "{stitch:?} and {block:?} disagree");
+            let others = chains[&block.segment].iter().filter(|&&id| id != stitch.block);
+            for other in others.map(|&id| &blocks[id]) {
+                ensure!(other.state == BlockState::Shadow, "{other:?} beside {block:?}");
+            }
+            ensure!(in_use || !block.is_split() && block.state == BlockState::Shadow, "{block:?}");
+            if !in_use {
+                continue;
+            }
+            let mut bytes = 0;
+            for &home in &stitch.lent {
+                let home_block = &blocks[home];
+                ensure!(home_block.state == BlockState::Lent, "{home_block:?} is not lent");
+                ensure!(lent.insert(home), "{home_block:?} is lent twice");
+                let mut at = home_block.address;
+                // Behind the same offset of the block is the same byte of the same page.
+                while at < home_block.end() {
+                    let address = block.address + bytes;
+                    let (here, there) =
+                        (self.state.pages.page_around(address), self.state.pages.page_around(at));
+                    let (Some((here, size, page)), Some((there, _, its_page))) = (here, there)
+                    else {
+                        return Err(Violation(format!("no page behind {block:?}")));
+                    };
+                    ensure!(
+                        page == its_page && address - here == at - there,
+                        "{address:#x} of {block:?} is not {at:#x} of {home_block:?}"
+                    );
+                    let more = (here + size - address).min(home_block.end() - at);
+                    bytes += more;
+                    at += more;
+                }
+            }
+            ensure!(bytes == block.size, "{bytes} bytes lent for {block:?}");
+        }
+        let all = blocks.iter().filter(|(_, block)| block.state == BlockState::Lent).count();
+        ensure!(all == lent.len(), "{all} blocks are lent, to ranges {}", lent.len());
         Ok(())
     }
 
@@ -279,7 +357,10 @@ impl<D: Driver> Locked<'_, D> {
             .state
             .blocks
             .iter()
-            .filter(|(_, block)| block.state == BlockState::Leaving)
+            .filter(|(_, block)| {
+                // Pages that leave are held until they are unmapped.
+                block.state == BlockState::Leaving && self.state.segments[block.segment].is_plain()
+            })
             .map(|(_, block)| (block.segment, block.size))
             .collect();
         ensure!(
@@ -370,7 +451,12 @@ impl<D: Driver> Locked<'_, D> {
     /// What each private pool holds equals a recount.
     fn check_private_pools(&self, stats: &Stats) -> Result<(), Violation> {
         let mut recount = BTreeMap::<(PoolId, bool), u64>::new();
-        let held = |block: &Block| block.is_mapped() && block.state != BlockState::Leaving;
+        let held = |block: &Block| {
+            let stitched =
+                matches!(self.state.segments[block.segment].backing, Backing::Stitched(_));
+            let plain = self.state.segments[block.segment].is_plain();
+            block.is_mapped() && !(block.state == BlockState::Leaving && plain) && !stitched
+        };
         for (_, block) in self.state.blocks.iter().filter(|(_, block)| held(block)) {
             let pool = &self.state.pools[block.pool];
             *recount.entry((pool.id, pool.small)).or_default() += block.size;

@@ -436,10 +436,10 @@ impl<D: Driver> Engine<D> {
             for then in then {
                 let served = match then {
                     Then::Search => engine.serve_free(climb),
-                    Then::Ask => engine.serve_new(climb)?,
+                    Then::Ask => engine.serve_new_to(climb)?,
                     Then::AskAgain => {
                         engine.counters.num_alloc_retries.add(1);
-                        engine.serve_new(climb)?
+                        engine.serve_new_to(climb)?
                     }
                 };
                 if served.is_some() {

@@ -1,11 +1,11 @@
 //! Whether the work that used free memory is done: asked before it goes to another stream, or its pages go.
 //!
-//! A free on a block's own stream records no event. Of a stream that is certainly there, the one that asks or the
-//! default one, the driver can tell at the moment of need. Any other may have been destroyed, and its handle must not
+//! A free on a block's own stream records no event. Of a stream that is certainly there, the one that asks, the
+//! default one, or one that the program says it never destroys, the driver can tell at the moment of need. Any other may have been destroyed, and its handle must not
 //! be used: such streams are waited for without it, with no lock held. What was free in a lane before the wait, and is
 //! still there because nothing has been freed in that lane since, is done with.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use crate::driver::{Driver, DriverResult, StreamId};
 use crate::engine::Engine;
@@ -19,6 +19,28 @@ pub(crate) enum Work {
     UnderWay,
     /// The stream may be gone: it can only be waited for.
     Unknown,
+}
+
+/// Streams that are never destroyed, so that their handles may be used at any time. The default stream always is one.
+#[derive(Debug, Clone, Default)]
+pub enum LastingStreams {
+    /// None is known to be.
+    #[default]
+    Unknown,
+    /// These are.
+    These(BTreeSet<StreamId>),
+    /// All are.
+    All,
+}
+
+impl LastingStreams {
+    fn contains(&self, stream: StreamId) -> bool {
+        match self {
+            Self::Unknown => false,
+            Self::These(streams) => streams.contains(&stream),
+            Self::All => true,
+        }
+    }
 }
 
 /// Lanes that were waited for, each with the count of frees it had seen before.
@@ -51,6 +73,11 @@ impl<D: Driver> Locked<'_, D> {
         Drained(lanes.filter(|((_, stream), _)| streams.contains(stream)).collect())
     }
 
+    /// Whether a stream is certainly there, whoever asks.
+    pub(crate) fn lasts(&self, stream: StreamId) -> bool {
+        stream == StreamId(0) || self.state.lasting.contains(stream)
+    }
+
     /// What is known of the work on a lane's free memory. `asking` is the stream of the request.
     /// Never waits, and must not be called during a capture.
     pub(crate) fn work_on(
@@ -63,7 +90,7 @@ impl<D: Driver> Locked<'_, D> {
         if lane.is_some_and(|lane| drained.covers((pool, stream), lane)) {
             return Ok(Work::Done);
         }
-        if stream != asking && stream != StreamId(0) {
+        if stream != asking && !self.lasts(stream) {
             return Ok(Work::Unknown);
         }
         Ok(if self.is_idle(stream)? { Work::Done } else { Work::UnderWay })

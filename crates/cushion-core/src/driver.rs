@@ -38,7 +38,7 @@ mod script;
 mod sim;
 mod sim_clock;
 
-pub use checked::CheckedDriver;
+pub use checked::{Bytes, CheckedDriver};
 pub use memory::SimMemory;
 pub use prices::{Priced, price};
 pub use script::FailWhen;

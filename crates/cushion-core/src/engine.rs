@@ -10,10 +10,12 @@ use crate::callbacks::Callbacks;
 use crate::check::Violation;
 use crate::climb::Waited;
 use crate::clock::{Bell, Clock, VirtualClock};
+use crate::drain::LastingStreams;
 use crate::driver::{Driver, DriverError, Properties, StreamId};
 use crate::error::{AddressError, AllocError, FractionError};
 use crate::future::AllocFuture;
 use crate::history::{Action, Context, Entry, History};
+use crate::homes::Homes;
 use crate::ladder::Ladder;
 use crate::locked::{Asked, Attempt, Locked, State};
 use crate::options::{NotOurs, Options, OptionsError};
@@ -28,6 +30,7 @@ use crate::restore::{HeldSegment, RestoreError};
 use crate::segment::SegmentTable;
 use crate::snapshot::Snapshot;
 use crate::stats::{Counters, Lanes, Stats};
+use crate::stitch::Stitches;
 
 /// A caching allocator over one device. `Send` and `Sync`; every method may be called from any
 /// thread.
@@ -56,6 +59,20 @@ pub struct Engine<D: Driver> {
     pub(crate) receipts: Receipts,
     pub(crate) waited: Waited,
     pub(crate) seed: u64,
+}
+
+/// What there is of pages and second addresses at one moment.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct PageFigures {
+    /// Physical pages.
+    pub pages: usize,
+    /// Stitched ranges.
+    pub ranges: usize,
+    /// The addresses of all stitched ranges.
+    pub addresses: u64,
+    /// Bytes that could be given back as they lie.
+    pub free: u64,
 }
 
 /// Wakes those who wait. No lock may be held.
@@ -111,6 +128,8 @@ impl<D: Driver> Engine<D> {
             segments: SegmentTable::default(),
             pools: PoolTable::new(),
             pages: PageTable::default(),
+            stitches: Stitches::default(),
+            homes: Homes::default(),
             live: FxHashMap::default(),
             pending: Pending::default(),
             recording: Vec::new(),
@@ -120,6 +139,7 @@ impl<D: Driver> Engine<D> {
             leaving: 0,
             left_ranges: Vec::new(),
             queue: Queue::default(),
+            lasting: LastingStreams::default(),
             leader: Owner::NOBODY,
             injection: None,
             attention: false,
@@ -464,8 +484,14 @@ impl<D: Driver> Engine<D> {
     pub fn set_policy(&self, policy: Policy) {
         self.changing(|engine| {
             engine.state.policy = policy;
-            engine.state.options.expandable_segments = policy == Policy::Expandable;
+            engine.state.options.ask_for(policy);
         });
+    }
+
+    /// Says which streams the program never destroys. Free memory of one of them can serve another as soon as its work
+    /// is done, without waiting.
+    pub fn set_lasting_streams(&self, streams: LastingStreams) {
+        self.changing(|engine| engine.state.lasting = streams);
     }
 
     /// Limits this engine to a fraction of the device; 1 takes the limit away.
@@ -501,6 +527,22 @@ impl<D: Driver> Engine<D> {
     #[must_use]
     pub fn live_and_reserved(&self) -> (u64, u64) {
         (self.counters.requested_bytes.current(), self.counters.reserved_bytes.current())
+    }
+
+    /// How often the driver was asked for memory, for a second address, or to take either back. Takes no lock.
+    #[must_use]
+    pub fn driver_changes(&self) -> u64 {
+        self.counters.num_device_alloc.read() + self.counters.num_device_free.read()
+    }
+
+    /// What there is of pages and second addresses now.
+    #[must_use]
+    pub fn page_figures(&self) -> PageFigures {
+        self.locked(|engine| {
+            let (ranges, addresses) = engine.state.stitches.size();
+            let free = engine.reserved().saturating_sub(engine.stuck());
+            PageFigures { pages: engine.state.pages.iter().count(), ranges, addresses, free }
+        })
     }
 
     /// Peaks start again from now.

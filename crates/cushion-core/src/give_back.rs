@@ -325,8 +325,8 @@ impl<D: Driver> Locked<'_, D> {
         }
         let pending = self.pending_bytes();
         let most = self.room()?.saturating_add(self.cached()).saturating_add(pending);
-        if pending > 0 || most < request.needed(self.state.policy) {
-            return Ok(most >= request.needed(self.state.policy));
+        if pending > 0 || most < self.needed(request) {
+            return Ok(most >= self.needed(request));
         }
         Ok(self.candidates(request.stream, &Drained::default())?.later)
     }
@@ -343,7 +343,7 @@ impl<D: Driver> Locked<'_, D> {
         request: &Request,
     ) -> DriverResult<Option<Vec<StreamId>>> {
         let room = self.room()?;
-        let needed = request.needed(self.state.policy);
+        let needed = self.needed(request);
         if room.saturating_add(self.cached()) < needed {
             return Ok(None);
         }
@@ -363,7 +363,7 @@ impl<D: Driver> Locked<'_, D> {
         let room = self.room()?;
         let candidates = self.candidates(request.stream, drained)?.now;
         let most: u64 = candidates.iter().map(|&(bytes, _)| bytes).sum();
-        if most == 0 || room.saturating_add(most) < request.needed(self.state.policy) {
+        if most == 0 || room.saturating_add(most) < self.needed(request) {
             return Ok((Vec::new(), 0));
         }
         // Pages first: what is detached must not be lost to a driver that fails.
@@ -519,14 +519,16 @@ impl<D: Driver> Locked<'_, D> {
     /// Takes away and gives back the pages that lie wholly in a free block; then, if nothing of the
     /// segment is mapped any more, its addresses too. Where the driver fails half-way, what was
     /// unmapped so far is. The work that used the pages must be done.
-    fn unmap_block(&mut self, id: BlockId, context: Context) -> DriverResult<()> {
+    pub(crate) fn unmap_block(&mut self, id: BlockId, context: Context) -> DriverResult<()> {
         let GiveBack::Pages { start, end } = self.may_give_back(id) else { return Ok(()) };
         let block = &self.state.blocks[id];
         let (pool, stream) = (block.pool, block.stream);
         let mut at = start;
         let mut failed = Ok(());
         while at < end {
-            let bytes = self.state.pages.page_at(at).expect("a free block has pages behind it");
+            let page = self.state.pages.page_around(at);
+            let (_, bytes, page) = page.expect("a free block has pages behind it");
+            self.leave_ranges(page);
             failed = self.state.pages.unmap(self.driver, at);
             if failed.is_err() {
                 break;
@@ -548,27 +550,25 @@ impl<D: Driver> Locked<'_, D> {
         Ok(())
     }
 
-    /// Turns `start..end` of a free block into an unmapped block, which keeps the block's identity.
-    fn mark_unmapped(&mut self, id: BlockId, start: u64, end: u64) {
+    /// Takes `start..end` of a free block, which keeps the block's identity, out of its lane; the rest stays.
+    pub(crate) fn cut_free(&mut self, id: BlockId, start: u64, end: u64) {
         let State { blocks, pools, .. } = &mut *self.state;
         let block = &blocks[id];
-        let (address, size, after) = (block.address, block.size, block.end());
         let pool = &mut pools[block.pool];
         let searches = pool.searches;
         let lane = pool.lane_mut(block.stream);
-        lane.remove_free(size, address);
-        let mut rests = Vec::with_capacity(2);
-        if address < start {
-            rests.push(blocks.split_front(id, start - address, BlockState::Free));
-        }
-        if end < after {
-            rests.push(blocks.split_back(id, end - start));
-        }
-        for rest in rests {
+        lane.remove_free(block.size, block.address);
+        for rest in blocks.cut(id, start, end).into_iter().flatten() {
             let block = &mut blocks[rest];
             block.free_since = searches;
             lane.insert_free(block.size, block.address, rest);
         }
+    }
+
+    /// Turns `start..end` of a free block into an unmapped block, which keeps the block's identity.
+    pub(crate) fn mark_unmapped(&mut self, id: BlockId, start: u64, end: u64) {
+        self.cut_free(id, start, end);
+        let blocks = &mut self.state.blocks;
         blocks[id].state = BlockState::Unmapped;
         let (prev, next) = (blocks[id].prev, blocks[id].next);
         for neighbour in [prev, next].into_iter().flatten() {

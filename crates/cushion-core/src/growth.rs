@@ -3,14 +3,34 @@
 use crate::block::{Block, BlockId, BlockState};
 use crate::driver::{Driver, DriverResult};
 use crate::history::{Action, Context};
+use crate::homes::Found;
 use crate::locked::{Locked, State};
 use crate::owner::Owner;
 use crate::pages::PageUse;
 use crate::policy::{Policy, Request, Source};
 use crate::segment::{Backing, Segment};
-use crate::size::round_up;
 
 impl<D: Driver> Locked<'_, D> {
+    /// Serves a request from memory that the driver gives now, or that need not be asked for; `None` if memory ran out.
+    pub(crate) fn serve_new(
+        &mut self,
+        request: &Request,
+        policy: Policy,
+        context: Context,
+    ) -> DriverResult<Option<u64>> {
+        if policy.rules().stitches()
+            && !request.small
+            && !self.is_recording()
+            && self.growing_passes_high_water(request)
+            && let Some(address) = self.borrow_idle(request, context)?
+        {
+            return Ok(Some(address));
+        }
+        let block = self.ask_driver(request, policy, context)?;
+        let found = block.map(Found::Block);
+        Ok(found.map(|found| self.hand_out(found, policy, request, context)))
+    }
+
     /// A free block for the request out of new memory, in its lane; `None` if memory ran out.
     pub(crate) fn ask_driver(
         &mut self,
@@ -18,25 +38,33 @@ impl<D: Driver> Locked<'_, D> {
         policy: Policy,
         context: Context,
     ) -> DriverResult<Option<BlockId>> {
-        // What is on its way back to the driver is still held.
-        let held = self.reserved().saturating_add(self.state.leaving);
-        let after = held.saturating_add(request.wanted);
-        if request.wanted > self.device.total || self.state.limit.is_some_and(|limit| after > limit)
-        {
+        if request.wanted > self.device.total {
             return Ok(None);
         }
         let lane = self.state.pools[request.pool].lane(request.stream);
         let view = self.state.view(self.device);
-        match policy.rules().source(view, lane, request) {
+        let source = policy.rules().source(view, lane, request);
+        if source != Source::Home && self.may_grow_by() < request.wanted {
+            return Ok(None);
+        }
+        match source {
+            Source::Home => self.grow_homes(request, policy, context),
             Source::Plain(bytes) => self.plain_segment(bytes, request, policy, context),
             Source::Extend(block) => self.extend(block, request.size, context),
             Source::Reserve { bytes, page_size } => {
-                match self.paged_segment(bytes, page_size, request, policy, context)? {
+                let backing = Backing::Pages { page_size };
+                match self.paged_segment(bytes, backing, request, policy, context)? {
                     Some(unmapped) => self.extend(unmapped, request.size, context),
                     None => Ok(None),
                 }
             }
         }
+    }
+
+    /// What the limit still allows. What is on its way back to the driver is still held.
+    pub(crate) fn may_grow_by(&self) -> u64 {
+        let held = self.reserved().saturating_add(self.state.leaving);
+        self.state.limit.map_or(u64::MAX, |limit| limit.saturating_sub(held))
     }
 
     pub(crate) fn plain_segment(
@@ -68,13 +96,12 @@ impl<D: Driver> Locked<'_, D> {
     pub(crate) fn paged_segment(
         &mut self,
         bytes: u64,
-        page_size: u64,
+        backing: Backing,
         request: &Request,
         policy: Policy,
         context: Context,
     ) -> DriverResult<Option<BlockId>> {
         let Some(address) = unless_full(self.driver.reserve(bytes))? else { return Ok(None) };
-        let backing = Backing::Pages { page_size };
         let id = self.add_segment(address, bytes, request, backing, policy, context);
         self.state.blocks[id].state = BlockState::Unmapped;
         let pool = &mut self.state.pools[request.pool];
@@ -117,7 +144,7 @@ impl<D: Driver> Locked<'_, D> {
 
     /// Puts pages behind the unmapped blocks from `start` on until a free block of `size` bytes is
     /// there. Where memory runs out half-way, what was mapped stays as free memory.
-    fn extend(
+    pub(crate) fn extend(
         &mut self,
         start: BlockId,
         size: u64,
@@ -142,7 +169,7 @@ impl<D: Driver> Locked<'_, D> {
         }
     }
 
-    /// Puts pages behind the first `bytes` bytes of an unmapped block; false if memory ran out.
+    /// Puts pages behind the first `bytes` bytes, or more, of an unmapped block; false if memory ran out.
     pub(crate) fn map_block(
         &mut self,
         id: BlockId,
@@ -150,14 +177,29 @@ impl<D: Driver> Locked<'_, D> {
         context: Context,
     ) -> DriverResult<bool> {
         let block = &self.state.blocks[id];
-        let (address, room, pool, stream) = (block.address, block.size, block.pool, block.stream);
-        let Backing::Pages { page_size } = self.state.segments[block.segment].backing else {
-            unreachable!("only pages come and go");
+        let sizes = match self.state.segments[block.segment].backing {
+            Backing::Pages { page_size } => vec![page_size; pages_in(bytes, page_size)],
+            Backing::Homes => {
+                let most = block.size.min(self.may_grow_by());
+                self.sizes_of_fresh_pages((block.pool, block.stream), bytes, most)
+            }
+            Backing::Plain | Backing::Stitched(_) => unreachable!("only pages come and go"),
         };
+        self.map_pages(id, &sizes, context)
+    }
+
+    /// Puts pages of these sizes behind an unmapped block, from its beginning on; false if memory ran out.
+    pub(crate) fn map_pages(
+        &mut self,
+        id: BlockId,
+        sizes: &[u64],
+        context: Context,
+    ) -> DriverResult<bool> {
+        let block = &self.state.blocks[id];
+        let (address, room, pool, stream) = (block.address, block.size, block.pool, block.stream);
+        let bytes: u64 = sizes.iter().sum();
         let small = self.state.pools[pool].small;
-        let bytes = round_up(bytes, page_size).expect("the segment has room");
-        let mapped =
-            self.state.pages.map_fresh(self.driver, address, bytes, page_size, PageUse::of(small));
+        let mapped = self.state.pages.map_fresh(self.driver, address, sizes, PageUse::of(small));
         self.count_pages();
         if unless_full(mapped)?.is_none() {
             return Ok(false);
@@ -170,11 +212,7 @@ impl<D: Driver> Locked<'_, D> {
             lane.insert_unmapped(address + bytes, rest);
         }
         blocks[id].state = BlockState::Free;
-        let (prev, next) = (blocks[id].prev, blocks[id].next);
-        for neighbour in [prev, next].into_iter().flatten() {
-            self.try_merge(id, neighbour, BlockState::Free);
-        }
-        self.insert_free(id);
+        self.merge_free(id);
         let private = self.state.pools[pool].id;
         self.counters.reserved_by_private.increase(private, small, bytes);
         self.counters.num_device_alloc.add(1);
@@ -201,6 +239,11 @@ impl<D: Driver> Locked<'_, D> {
             }
         }
     }
+}
+
+/// How many pages `bytes` bytes take.
+fn pages_in(bytes: u64, page_size: u64) -> usize {
+    usize::try_from(bytes.div_ceil(page_size)).expect("a segment of few pages")
 }
 
 /// Tells a shortage, `None`, apart from a broken driver.

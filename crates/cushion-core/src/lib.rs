@@ -42,6 +42,7 @@ mod future;
 mod give_back;
 mod growth;
 mod history;
+mod homes;
 mod inject;
 mod ladder;
 mod locked;
@@ -58,17 +59,21 @@ mod segment;
 mod shortages;
 mod snapshot;
 mod spill;
+mod split;
 mod stats;
+mod stitch;
 mod stuck;
 mod table;
+mod trim;
 
 pub use bytes::parse_bytes;
 pub use callbacks::{Answer, Callback, CallbackId, Plea, Reply};
 pub use check::Violation;
 pub use climb::Waited;
 pub use clock::{Bell, Clock, VirtualClock};
+pub use drain::LastingStreams;
 pub use driver::{CheckedDriver, Driver, DriverError, SimClock, SimConfig, SimDriver, StreamId};
-pub use engine::{Engine, EngineConfig};
+pub use engine::{Engine, EngineConfig, PageFigures};
 pub use error::{
     AddressError, AllocError, Ended, FractionError, PoolError, Remedy, Shortage, Tried,
 };

@@ -5,9 +5,11 @@ use rustc_hash::FxHashMap;
 
 use crate::block::{BlockId, BlockState, BlockTable};
 use crate::clock::Clock;
+use crate::drain::LastingStreams;
 use crate::driver::{Driver, DriverResult, Properties, StreamId};
 use crate::error::{AddressError, AllocError};
 use crate::history::{Action, Context, Entry, History};
+use crate::homes::{Found, Homes};
 use crate::inject::{Injected, Injection};
 use crate::ladder::{Ladder, Rung};
 use crate::options::Options;
@@ -18,9 +20,10 @@ use crate::policy::{Policy, Request, View};
 use crate::pool::{PoolIndex, PoolTable};
 use crate::private::Recording;
 use crate::queue::{Asker, Queue};
-use crate::segment::SegmentTable;
+use crate::segment::{Backing, SegmentTable};
 use crate::size::{block_size, is_small, segment_size};
 use crate::stats::{Counters, Lanes};
+use crate::stitch::Stitches;
 
 /// Everything the lock protects.
 #[derive(Debug)]
@@ -33,6 +36,8 @@ pub(crate) struct State {
     pub(crate) segments: SegmentTable,
     pub(crate) pools: PoolTable,
     pub(crate) pages: PageTable,
+    pub(crate) stitches: Stitches,
+    pub(crate) homes: Homes,
     /// Blocks handed out, by address.
     pub(crate) live: FxHashMap<u64, BlockId>,
     pub(crate) pending: Pending,
@@ -48,6 +53,7 @@ pub(crate) struct State {
     /// Ranges of addresses that no block is in, and that the driver would not take back so far.
     pub(crate) left_ranges: Vec<(u64, u64)>,
     pub(crate) queue: Queue,
+    pub(crate) lasting: LastingStreams,
     /// Who asked last, of those who ask for themselves.
     pub(crate) leader: Owner,
     /// What is made to fail, if anything.
@@ -122,13 +128,6 @@ pub(crate) struct Locked<'a, D> {
     pub(crate) device: Properties,
 }
 
-/// A free block that will serve a request, and the policy that says whether it is split.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Found {
-    pub(crate) block: BlockId,
-    pub(crate) policy: Policy,
-}
-
 impl State {
     /// Somebody waits who did not, or the other way round; or what is injected changed.
     pub(crate) fn pay_attention(&mut self) {
@@ -136,8 +135,8 @@ impl State {
     }
 
     pub(crate) fn view(&self, device: Properties) -> View<'_> {
-        let Self { blocks, segments, options, .. } = self;
-        View { blocks, segments, options, device }
+        let Self { blocks, segments, pages, options, .. } = self;
+        View { blocks, segments, pages, options, device }
     }
 }
 
@@ -155,12 +154,12 @@ impl<D: Driver> Locked<'_, D> {
         }
         let request = self.request(asked.bytes, asked.stream, owner);
         let policy = self.state.policy;
-        let Some(block) = self.search(&request, policy) else { return Ok(Attempt::Miss) };
+        let Some(found) = self.search(&request, policy) else { return Ok(Attempt::Miss) };
         if self.state.attention {
             self.state.queue.passed_over(u64::MAX);
         }
-        let found = self.hit(block, policy);
-        Ok(Attempt::Served(self.hand_out(found, &request, asked.context)))
+        self.counters.hits.add(1);
+        Ok(Attempt::Served(self.hand_out(found, policy, &request, asked.context)))
     }
 
     /// As [`alloc`](Self::alloc), and asks the driver too; but `None` where more is needed than that.
@@ -174,18 +173,19 @@ impl<D: Driver> Locked<'_, D> {
         }
         let request = self.request(bytes, stream, owner);
         let policy = self.state.policy;
-        let found = if let Some(block) = self.choose(&request, policy) {
-            self.count_search(&request);
-            self.hit(block, policy)
-        } else if self.is_collecting_garbage() || request.wanted > self.device.total {
+        if let Some(found) = self.search(&request, policy) {
+            self.counters.hits.add(1);
+            return Ok(Some(self.hand_out(found, policy, &request, context)));
+        }
+        if self.is_collecting_garbage() || request.wanted > self.device.total {
             // Memory may have to be given back before the driver is asked.
             return Ok(None);
-        } else {
-            let Some(block) = self.ask_driver(&request, policy, context)? else { return Ok(None) };
+        }
+        let served = self.serve_new(&request, policy, context)?;
+        if served.is_some() {
             self.counters.misses.add(1);
-            Found { block, policy }
-        };
-        Ok(Some(self.hand_out(found, &request, context)))
+        }
+        Ok(served)
     }
 
     /// Who asks: somebody, or, for one that follows, whoever asked last.
@@ -242,11 +242,6 @@ impl<D: Driver> Locked<'_, D> {
             && !options.skip_rungs.and(wishes.skipped).contains(Rung::Wait)
     }
 
-    fn hit(&self, block: BlockId, policy: Policy) -> Found {
-        self.counters.hits.add(1);
-        Found { block, policy }
-    }
-
     /// Sizes and pool of a request; sizes that overflow are the largest there are.
     pub(crate) fn request(&self, requested: u64, stream: StreamId, owner: Owner) -> Request {
         let options = &self.state.options;
@@ -264,10 +259,23 @@ impl<D: Driver> Locked<'_, D> {
         }
     }
 
-    /// The free block that serves a request, still in its lane.
-    pub(crate) fn search(&mut self, request: &Request, policy: Policy) -> Option<BlockId> {
+    /// What serves a request without the driver, still in its lane.
+    pub(crate) fn search(&mut self, request: &Request, policy: Policy) -> Option<Found> {
         self.count_search(request);
-        self.choose(request, policy)
+        let found = self.find(request, policy)?;
+        if self.state.homes.is_tight && self.unpin(found, request) {
+            return self.find(request, policy);
+        }
+        Some(found)
+    }
+
+    /// What serves a request without the driver: a free block, or what the policy makes of several.
+    pub(crate) fn find(&self, request: &Request, policy: Policy) -> Option<Found> {
+        match self.choose(request, policy) {
+            Some(block) => Some(Found::Block(block)),
+            None if policy.rules().stitches() => self.look_again(request),
+            None => None,
+        }
     }
 
     fn count_search(&mut self, request: &Request) {
@@ -283,12 +291,21 @@ impl<D: Driver> Locked<'_, D> {
 
     pub(crate) fn would_hit(&self, requested: u64, stream: StreamId) -> bool {
         let request = self.request(requested, stream, Owner::NOBODY);
-        self.choose(&request, self.state.policy).is_some()
+        self.find(&request, self.state.policy).is_some()
     }
 
     /// Cuts the block to size, if the policy splits it, and hands it out.
-    pub(crate) fn hand_out(&mut self, found: Found, request: &Request, context: Context) -> u64 {
-        let Found { block: id, policy } = found;
+    pub(crate) fn hand_out(
+        &mut self,
+        found: Found,
+        policy: Policy,
+        request: &Request,
+        context: Context,
+    ) -> u64 {
+        let id = match found {
+            Found::Block(id) => id,
+            Found::Range(range) => self.lend(range, request.size),
+        };
         let view = self.state.view(self.device);
         let block = &view.blocks[id];
         let small = self.state.pools[block.pool].small;
@@ -352,7 +369,8 @@ impl<D: Driver> Locked<'_, D> {
         self.counters.allocation.increase(small, 1);
         self.counters.allocated_bytes.increase(small, size);
         self.counters.active.increase(small, 1);
-        self.counters.active_bytes.increase(small, size);
+        let live = self.counters.active_bytes.increase(small, size);
+        self.state.homes.windows.peak = self.state.homes.windows.peak.max(live);
         self.counters.requested_bytes.increase(small, request.requested);
         if self.is_oversize(size) {
             self.counters.oversize_allocations.increase(1);
@@ -403,30 +421,38 @@ impl<D: Driver> Locked<'_, D> {
         let block = &self.state.blocks[id];
         debug_assert!(block.state == BlockState::Pending && block.events == 0);
         let (size, requested, stream) = (block.size, block.requested, block.stream);
-        let (pool, prev, next) = (block.pool, block.prev, block.next);
+        let pool = block.pool;
         if Self::is_spill(pool) {
             self.give_back_spill(id);
             return;
         }
-        let plain = self.state.segments[block.segment].is_plain();
-
-        let mut merged_bytes = 0;
-        let mut merged = 0;
-        for neighbour in [prev, next].into_iter().flatten() {
-            if let Some(bytes) = self.try_merge(id, neighbour, BlockState::Free) {
-                merged += 1;
-                merged_bytes += bytes;
+        let backing = self.state.segments[block.segment].backing;
+        let small = self.state.pools[pool].small;
+        if let Backing::Stitched(range) = backing {
+            self.return_home(range);
+        } else {
+            let (merged, merged_bytes) = self.merge_free(id);
+            if backing == Backing::Plain {
+                self.count_split_change(id, small, merged, merged_bytes);
             }
         }
-        self.insert_free(id);
-        let small = self.state.pools[pool].small;
         self.state.pools[pool].lane_mut(stream).stats().deactivated(size);
-        if plain {
-            self.count_split_change(id, small, merged, merged_bytes);
-        }
         self.counters.active.decrease(small, 1);
         self.counters.active_bytes.decrease(small, size);
         self.counters.requested_bytes.decrease(small, requested);
+    }
+
+    /// A block becomes free and merges with its neighbours; returns how many, and their bytes.
+    pub(crate) fn merge_free(&mut self, id: BlockId) -> (u64, u64) {
+        let block = &self.state.blocks[id];
+        let mut merged = (0, 0);
+        for neighbour in [block.prev, block.next].into_iter().flatten() {
+            if let Some(bytes) = self.try_merge(id, neighbour, BlockState::Free) {
+                merged = (merged.0 + 1, merged.1 + bytes);
+            }
+        }
+        self.insert_free(id);
+        merged
     }
 
     /// PyTorch counts the change of free split blocks net, so that its totals agree with ours.

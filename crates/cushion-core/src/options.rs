@@ -27,6 +27,7 @@ use conf::{Pair, edits};
 use thiserror::Error;
 
 use crate::ladder::RungSet;
+use crate::policy::Policy;
 use crate::size::MIB;
 
 /// A large segment must be larger than the smallest request that gets a segment of its own.
@@ -50,6 +51,13 @@ pub struct Options {
     pub garbage_collection_threshold: f64,
     /// Whether segments grow in place instead of being fixed when they are made.
     pub expandable_segments: bool,
+    /// `paged` (ours): pages with a home each, and second addresses that put free pieces side by side; takes
+    /// precedence over `expandable_segments`.
+    pub paged: bool,
+    /// The size of the largest pages under `paged`.
+    pub page_size: u64,
+    /// After how many milliseconds `paged` gives back what it does not need; zero for never.
+    pub trim_ms: u64,
     /// Size of the segments that requests between 1 MiB and 10 MiB are cut from.
     pub large_segment_size: u64,
     /// Share of the memory of each device that this process may hold.
@@ -85,6 +93,12 @@ impl Default for Options {
 }
 
 impl Options {
+    /// Asks for a policy.
+    pub fn ask_for(&mut self, policy: Policy) {
+        self.expandable_segments = policy == Policy::Expandable;
+        self.paged = policy == Policy::Paged;
+    }
+
     /// The options of a conf string that says nothing.
     pub const DEFAULT: Self = Self {
         max_split_size: None,
@@ -92,6 +106,9 @@ impl Options {
         roundup_power2_divisions: [0; INTERVALS],
         garbage_collection_threshold: 0.0,
         expandable_segments: false,
+        paged: false,
+        page_size: 80 << 20,
+        trim_ms: 30_000,
         large_segment_size: 20 * MIB,
         per_process_memory_fraction: 1.0,
         graph_capture_record_stream_reuse: false,
@@ -612,7 +629,7 @@ mod tests {
 
     const ALL: &str = "max_split_size_mb:64,max_non_split_rounding_mb:48,\
                        roundup_power2_divisions:4,garbage_collection_threshold:0.6,\
-                       expandable_segments:True,large_segment_size_mb:32,\
+                       expandable_segments:True,paged:True,page_mb:32,trim_ms:500,large_segment_size_mb:32,\
                        per_process_memory_fraction:0.5,graph_capture_record_stream_reuse:True,\
                        wait_ms:0,wait_total_ms:60000,wait_base_us:20,wait_factor:1.5,\
                        wait_ceiling_ms:10,max_tries:9,callback_ms:70,skip_rungs:borrow+wait,\
@@ -624,6 +641,9 @@ mod tests {
         options.apply("").unwrap();
         let kept = Options {
             expandable_segments: true,
+            paged: true,
+            page_size: 32 * MIB,
+            trim_ms: 500,
             large_segment_size: 32 * MIB,
             per_process_memory_fraction: 0.5,
             graph_capture_record_stream_reuse: true,
@@ -759,7 +779,7 @@ mod tests {
         assert_eq!(canonical(list), list);
         let all = "large_segment_size_mb:32,max_split_size_mb:64,max_non_split_rounding_mb:48,\
                    roundup_power2_divisions:4,garbage_collection_threshold:0.6,\
-                   expandable_segments:True,per_process_memory_fraction:0.5,\
+                   expandable_segments:True,paged:True,page_mb:32,trim_ms:500,per_process_memory_fraction:0.5,\
                    graph_capture_record_stream_reuse:True,wait_ms:0,wait_total_ms:60000,\
                    wait_base_us:20,wait_factor:1.5,wait_ceiling_ms:10,max_tries:9,callback_ms:70,\
                    skip_rungs:borrow+wait,spill_limit_mb:1024,spill_over_mb:64";
@@ -815,6 +835,9 @@ mod tests {
                 options.garbage_collection_threshold = if share < 1.0 { share } else { 0.5 };
             }
             options.expandable_segments = self.below(2) == 0;
+            options.paged = self.below(2) == 0;
+            options.page_size = (2 + self.below(1000)) * MIB;
+            options.trim_ms = self.below(100_000);
             if self.below(2) == 0 {
                 options.per_process_memory_fraction = self.share();
             }

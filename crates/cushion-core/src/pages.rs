@@ -56,38 +56,39 @@ impl PageTable {
         self.held[use_ as usize]
     }
 
-    /// Fills `address..address + bytes` with fresh pages of `page_size`, accessible. On failure
+    /// Puts fresh pages of these sizes behind the addresses from `address` on, accessible. On failure
     /// nothing new is usable there: a page that could not be given back on the way is kept as
     /// stranded, and one that could not even be unmapped stays where it is and is used next time.
     pub(crate) fn map_fresh(
         &mut self,
         driver: &impl Driver,
         address: u64,
-        bytes: u64,
-        page_size: u64,
+        sizes: &[u64],
         use_: PageUse,
     ) -> DriverResult<()> {
-        debug_assert!(bytes.is_multiple_of(page_size), "whole pages only");
-        let missing: Vec<u64> = (0..bytes / page_size)
-            .map(|index| address + index * page_size)
-            .filter(|at| !self.mapped.contains_key(at))
-            .collect();
+        let bytes: u64 = sizes.iter().sum();
+        let mut missing = Vec::with_capacity(sizes.len());
+        let mut at = address;
+        for &size in sizes {
+            if self.page_at(at) != Some(size) {
+                // A page of another size that is still there is in the way.
+                self.unstick(driver, at..at + size)?;
+                missing.push((at, size));
+            }
+            at += size;
+        }
         let mut fresh = Vec::with_capacity(missing.len());
-        let filled = self.fill(driver, &missing, page_size, use_, &mut fresh);
+        let filled = self.fill(driver, &missing, use_, &mut fresh);
         let Err(error) = filled.and_then(|()| driver.set_access(address, bytes)) else {
             self.stuck.retain(|at| !(address..address + bytes).contains(at));
             return Ok(());
         };
-        for at in missing {
+        for (at, _) in missing {
             if self.mapped.contains_key(&at) {
-                if driver.unmap(at, page_size).is_ok() {
-                    self.note_unmapped(at);
-                } else {
-                    self.stuck.insert(at);
-                }
+                self.unmap_or_stick(driver, at);
             }
         }
-        fresh.retain(|page| self.pages[page].addresses == 0);
+        fresh.retain(|page| self.pages.get(page).is_some_and(|page| page.addresses == 0));
         self.abandon(driver, fresh);
         Err(error)
     }
@@ -97,24 +98,58 @@ impl PageTable {
     fn fill(
         &mut self,
         driver: &impl Driver,
-        addresses: &[u64],
-        page_size: u64,
+        places: &[(u64, u64)],
         use_: PageUse,
         fresh: &mut Vec<PageHandle>,
     ) -> DriverResult<()> {
-        for _ in addresses {
+        for &(_, bytes) in places {
             let page = match use_ {
-                PageUse::Host => driver.create_host(page_size)?,
-                PageUse::Large | PageUse::Small => driver.create(page_size)?,
+                PageUse::Host => driver.create_host(bytes)?,
+                PageUse::Large | PageUse::Small => driver.create(bytes)?,
             };
-            self.adopt(page, page_size, use_);
+            self.adopt(page, bytes, use_);
             fresh.push(page);
         }
-        for (&at, &page) in addresses.iter().zip(&*fresh) {
-            driver.map(at, page_size, page)?;
+        for (&(at, bytes), &page) in places.iter().zip(&*fresh) {
+            driver.map(at, bytes, page)?;
             self.note_mapped(at, page);
         }
         Ok(())
+    }
+
+    /// Gives pages a second address each, one after the other from `address` on, accessible. On failure none has
+    /// one, but for those the driver would not take away again.
+    pub(crate) fn map_again(
+        &mut self,
+        driver: &impl Driver,
+        address: u64,
+        pages: impl Iterator<Item = PageHandle>,
+    ) -> DriverResult<()> {
+        let mut at = address;
+        let mut mapped = Ok(());
+        for page in pages {
+            let bytes = self.pages[&page].bytes;
+            mapped = driver.map(at, bytes, page);
+            if mapped.is_err() {
+                break;
+            }
+            self.note_mapped(at, page);
+            at += bytes;
+        }
+        mapped.and_then(|()| driver.set_access(address, at - address)).inspect_err(|_| {
+            let again: Vec<u64> = self.mapped.range(address..at).map(|(&at, _)| at).collect();
+            again.into_iter().for_each(|at| self.unmap_or_stick(driver, at));
+        })
+    }
+
+    /// Takes an address from a page that has others, or notes that the driver would not.
+    pub(crate) fn unmap_or_stick(&mut self, driver: &impl Driver, address: u64) {
+        let page = self.mapped[&address];
+        if driver.unmap(address, self.pages[&page].bytes).is_ok() {
+            self.note_unmapped(address);
+        } else {
+            self.stuck.insert(address);
+        }
     }
 
     /// Unmaps one page and gives it back. `Err` means it is still mapped where it was; a page that
@@ -169,6 +204,13 @@ impl PageTable {
     /// Whether a page is mapped at exactly this address, and its size.
     pub(crate) fn page_at(&self, address: u64) -> Option<u64> {
         self.mapped.get(&address).map(|page| self.pages[page].bytes)
+    }
+
+    /// The page mapped at or around an address: where it begins there, its size and its handle.
+    pub(crate) fn page_around(&self, address: u64) -> Option<(u64, u64, PageHandle)> {
+        let (&start, &page) = self.mapped.range(..=address).next_back()?;
+        let bytes = self.pages[&page].bytes;
+        (address < start + bytes).then_some((start, bytes, page))
     }
 
     /// Every mapping: address and size.

@@ -70,6 +70,11 @@ impl Pending {
         waiting
     }
 
+    /// Keeps an event that nobody waits for any more.
+    pub(crate) fn keep_event(&mut self, event: EventId) {
+        self.idle.push(event);
+    }
+
     /// Events nobody waits for, for the engine to destroy at its end.
     pub(crate) fn take_idle(&mut self) -> Vec<EventId> {
         std::mem::take(&mut self.idle)
@@ -135,14 +140,7 @@ impl<D: Driver> Locked<'_, D> {
     /// are still noted in the block.
     fn record_events(&mut self, id: BlockId) -> DriverResult<()> {
         while let Some(&stream) = self.state.blocks[id].uses_without_event().last() {
-            let event = match self.state.pending.idle.pop() {
-                Some(event) => event,
-                None => self.driver.event_create()?,
-            };
-            if let Err(error) = self.driver.event_record(event, stream) {
-                self.state.pending.idle.push(event);
-                return Err(error);
-            }
+            let event = self.event_now(stream)?;
             let block = &mut self.state.blocks[id];
             block.events += 1;
             if let Some(uses) = &mut block.uses {
@@ -206,14 +204,25 @@ impl<D: Driver> Locked<'_, D> {
 
     /// Whether all work queued on a stream is done. Never waits, and must not be asked during a capture.
     pub(crate) fn is_idle(&mut self, stream: StreamId) -> DriverResult<bool> {
+        let event = self.event_now(stream)?;
+        let done = self.driver.event_query(event);
+        self.state.pending.keep_event(event);
+        done
+    }
+
+    /// An event after all work that is queued on a stream now. Must not be asked for during a capture.
+    pub(crate) fn event_now(&mut self, stream: StreamId) -> DriverResult<EventId> {
         let event = match self.state.pending.idle.pop() {
             Some(event) => event,
             None => self.driver.event_create()?,
         };
-        let done =
-            self.driver.event_record(event, stream).and_then(|()| self.driver.event_query(event));
-        self.state.pending.idle.push(event);
-        done
+        match self.driver.event_record(event, stream) {
+            Ok(()) => Ok(event),
+            Err(error) => {
+                self.state.pending.keep_event(event);
+                Err(error)
+            }
+        }
     }
 
     /// Records the events that had to wait: for the end of a capture, or for a driver that failed.

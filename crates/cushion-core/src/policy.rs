@@ -1,12 +1,15 @@
 //! Policies: how memory is laid out and got.
 //!
-//! A policy decides four things, and nothing else in the engine asks which policy it is: which free
-//! block serves a hit, when a block is split, where memory for a miss comes from, and what of a free
-//! block may be given back. The first three are asked of the policy in force; the last of the policy
-//! that made the segment, because the policy can be changed while the engine runs.
+//! A policy decides five things, and nothing else in the engine asks which policy it is: which free block
+//! serves a hit, whether several may serve it together, when a block is split, where memory for a miss comes
+//! from, and what of a free block may be given back. The first four are asked of the policy in force; the
+//! last of the policy that made the segment, because the policy can be changed while the engine runs.
 
 mod expandable;
+mod paged;
 mod segments;
+
+pub(crate) use paged::PageSizes;
 
 use std::fmt;
 
@@ -16,6 +19,7 @@ use crate::block::{Block, BlockId, BlockTable};
 use crate::driver::{Properties, StreamId};
 use crate::options::Options;
 use crate::owner::Owner;
+use crate::pages::PageTable;
 use crate::pool::{Lane, PoolIndex};
 use crate::segment::SegmentTable;
 
@@ -27,11 +31,13 @@ pub enum Policy {
     Segments,
     /// PyTorch's expandable segments: one growing range per stream and pool.
     Expandable,
+    /// Pages with a home each, and second addresses that put free pieces side by side.
+    Paged,
 }
 
 impl Policy {
     /// Every policy.
-    pub const ALL: [Self; 2] = [Self::Segments, Self::Expandable];
+    pub const ALL: [Self; 3] = [Self::Segments, Self::Expandable, Self::Paged];
 
     /// Its name.
     #[must_use]
@@ -39,13 +45,20 @@ impl Policy {
         match self {
             Self::Segments => "segments",
             Self::Expandable => "expandable",
+            Self::Paged => "paged",
         }
     }
 
     /// The policy that options ask for.
     #[must_use]
     pub fn of(options: &Options) -> Self {
-        if options.expandable_segments { Self::Expandable } else { Self::Segments }
+        if options.paged {
+            Self::Paged
+        } else if options.expandable_segments {
+            Self::Expandable
+        } else {
+            Self::Segments
+        }
     }
 
     /// Its decisions.
@@ -53,6 +66,7 @@ impl Policy {
         match self {
             Self::Segments => &segments::Segments,
             Self::Expandable => &expandable::Expandable,
+            Self::Paged => &paged::Paged,
         }
     }
 }
@@ -68,6 +82,7 @@ impl fmt::Display for Policy {
 pub(crate) struct View<'a> {
     pub(crate) blocks: &'a BlockTable,
     pub(crate) segments: &'a SegmentTable,
+    pub(crate) pages: &'a PageTable,
     pub(crate) options: &'a Options,
     pub(crate) device: Properties,
 }
@@ -89,13 +104,6 @@ pub(crate) struct Request {
     pub(crate) owner: Owner,
 }
 
-impl Request {
-    /// What the driver has to have before it can serve the request.
-    pub(crate) fn needed(&self, policy: Policy) -> u64 {
-        policy.rules().needed(self.size, self.wanted)
-    }
-}
-
 /// Where memory for a miss comes from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Source {
@@ -105,6 +113,8 @@ pub(crate) enum Source {
     Extend(BlockId),
     /// Pages behind a newly reserved range.
     Reserve { bytes: u64, page_size: u64 },
+    /// Pages with a home, or second addresses of those there are.
+    Home,
 }
 
 /// What of a free block may be given back.
@@ -118,8 +128,13 @@ pub(crate) enum GiveBack {
     Pages { start: u64, end: u64 },
 }
 
-/// The four decisions.
+/// The five decisions.
 pub(crate) trait Rules: Sync {
+    /// Whether it gives pages second addresses, so that several free blocks can serve one request.
+    fn stitches(&self) -> bool {
+        false
+    }
+
     /// Which free block of the lane serves a request of this size.
     fn choose(&self, view: View<'_>, lane: &Lane, size: u64) -> Option<BlockId>;
 

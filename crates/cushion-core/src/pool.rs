@@ -40,6 +40,8 @@ pub(crate) type PoolIndex = Id<Pool>;
 pub(crate) struct Lane {
     /// By size, then address: the first that is large enough is the best fit.
     free: FreeIndex,
+    /// The same by address, in lanes that look for what lies at one.
+    by_address: Option<FreeIndex>,
     /// Unmapped blocks by address.
     unmapped: BTreeMap<u64, BlockId>,
     /// How often a block joined the free ones.
@@ -51,6 +53,23 @@ impl Lane {
     /// Free blocks, by size and address.
     pub(crate) fn free(&self) -> &FreeIndex {
         &self.free
+    }
+
+    /// The free block that `address` lies in. Only in a lane that is [kept by address](Self::keep_by_address).
+    pub(crate) fn free_at(&self, address: u64) -> Option<BlockId> {
+        // Here the address comes first, so that what is smaller begins before it.
+        self.by_address.as_ref()?.smaller_than(address + 1).next()
+    }
+
+    /// From now on, free blocks can be looked up by address.
+    pub(crate) fn keep_by_address(&mut self) {
+        if self.by_address.is_none() {
+            let mut by_address = FreeIndex::default();
+            for (size, address, id) in self.free.iter() {
+                by_address.insert(address, size, id);
+            }
+            self.by_address = Some(by_address);
+        }
     }
 
     /// All unmapped blocks, lowest address first.
@@ -66,6 +85,9 @@ impl Lane {
     pub(crate) fn insert_free(&mut self, size: u64, address: u64, id: BlockId) {
         let new = self.free.insert(size, address, id);
         debug_assert!(new, "a block is in the free index once");
+        if let Some(by_address) = &mut self.by_address {
+            by_address.insert(address, size, id);
+        }
         self.frees += 1;
         self.stats.freed(size);
     }
@@ -73,6 +95,9 @@ impl Lane {
     pub(crate) fn remove_free(&mut self, size: u64, address: u64) {
         let removed = self.free.remove(size, address);
         debug_assert!(removed, "a free block is in the free index");
+        if let Some(by_address) = &mut self.by_address {
+            by_address.remove(address, size);
+        }
         self.stats.taken(size, || self.free.largest());
     }
 
@@ -122,6 +147,7 @@ impl Pool {
     pub(crate) fn lane_or_new(&mut self, stream: StreamId, lanes: &Lanes) -> &mut Lane {
         self.lanes.entry(stream).or_insert_with(|| Lane {
             free: FreeIndex::default(),
+            by_address: None,
             unmapped: BTreeMap::new(),
             frees: 0,
             stats: lanes.open(stream, self.id, self.small),
@@ -202,6 +228,27 @@ impl PoolTable {
     /// Every pool, default first.
     pub(crate) fn iter(&self) -> impl Iterator<Item = (PoolIndex, &Pool)> {
         self.pools.iter()
+    }
+
+    /// The pool for requests of the other half, of the same private pool or of the default.
+    pub(crate) fn other_half(&self, index: PoolIndex) -> PoolIndex {
+        let Pool { id, small, .. } = self[index];
+        match self.private.get(&id) {
+            Some(private) => {
+                if small {
+                    private.large
+                } else {
+                    private.small
+                }
+            }
+            None => {
+                if small {
+                    Self::LARGE
+                } else {
+                    Self::SMALL
+                }
+            }
+        }
     }
 
     /// Whether blocks of this pool must stay whole.

@@ -439,7 +439,7 @@ impl<D: Driver> Locked<'_, D> {
         let room = self.room_of(free.unwrap_or(0));
         let by_itself = [room, self.cached(), self.pending_bytes()];
         let most = by_itself.into_iter().fold(held, u64::saturating_add);
-        let is_enough = most >= request.needed(self.state.policy)
+        let is_enough = most >= self.needed(request)
             || most >= request.size && self.may_leave_room(request, &givers);
         let to_try = |waiter: &Waiter| waiter.tried != Some(queue.changes);
         Sources {

@@ -184,7 +184,8 @@ impl<D: Driver> Locked<'_, D> {
                 else {
                     unreachable!("with no lane there is nothing to extend");
                 };
-                let made = self.paged_segment(bytes, page_size, request, policy, Context::NONE)?;
+                let backing = Backing::Pages { page_size };
+                let made = self.paged_segment(bytes, backing, request, policy, Context::NONE)?;
                 let Some(made) = made else { return Ok(None) };
                 self.state.blocks[made].address
             }

@@ -4,6 +4,7 @@ use crate::driver::StreamId;
 use crate::history::Context;
 use crate::policy::Policy;
 use crate::pool::PoolIndex;
+use crate::stitch::StitchId;
 use crate::table::{Id, Table};
 
 /// A segment, by its place in the table.
@@ -16,6 +17,10 @@ pub(crate) enum Backing {
     Plain,
     /// A reserved range; pages of this size come and go behind it.
     Pages { page_size: u64 },
+    /// A reserved range; pages of any size have their homes in it.
+    Homes,
+    /// Second addresses of pages that have their homes elsewhere.
+    Stitched(StitchId),
 }
 
 /// One range of device addresses.

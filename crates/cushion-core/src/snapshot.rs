@@ -2,11 +2,12 @@
 
 use std::collections::BTreeMap;
 
-use crate::block::{BlockId, BlockState};
+use crate::block::{Block, BlockId, BlockState};
 use crate::driver::{Driver, StreamId};
 use crate::history::{Action, Context};
 use crate::locked::Locked;
 use crate::pool::{PoolId, PoolTable};
+use crate::segment::Backing;
 
 /// Every segment and block at one moment.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -19,7 +20,7 @@ pub struct Snapshot {
 }
 
 /// One range of addresses with memory behind all of it. A segment that pages come and go behind is
-/// shown as one range per run of mapped addresses.
+/// shown as one range per run of addresses that are mapped and not in use elsewhere.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct SegmentFigures {
@@ -35,6 +36,9 @@ pub struct SegmentFigures {
     pub small: bool,
     /// Whether pages are behind it, rather than a plain allocation.
     pub paged: bool,
+    /// Whether it is at second addresses: its pages have their homes elsewhere, where what is in use here is left out,
+    /// so that every byte is shown once.
+    pub stitched: bool,
     /// Whether it is in host memory; the device's figures do not count it.
     pub spilled: bool,
     /// The tag of the request it was made for.
@@ -82,13 +86,23 @@ impl BlockUse {
     }
 }
 
+/// What a block is used for; `None` if what is behind it, if anything, is shown elsewhere.
+fn use_of(block: &Block) -> Option<BlockUse> {
+    match block.state {
+        BlockState::Live => Some(BlockUse::Live),
+        BlockState::Pending => Some(BlockUse::Pending),
+        BlockState::Free | BlockState::Leaving => Some(BlockUse::Free),
+        BlockState::Unmapped | BlockState::Lent | BlockState::Shadow => None,
+    }
+}
+
 impl<D: Driver> Locked<'_, D> {
     pub(crate) fn snapshot(&mut self) -> Snapshot {
         let blocks = &self.state.blocks;
-        let is_mapped = |id: BlockId| blocks[id].is_mapped();
+        let is_shown = |id: BlockId| use_of(&blocks[id]).is_some();
         let heads: BTreeMap<u64, BlockId> = blocks
             .iter()
-            .filter(|(id, block)| is_mapped(*id) && !block.prev.is_some_and(is_mapped))
+            .filter(|(id, block)| is_shown(*id) && !block.prev.is_some_and(is_shown))
             .map(|(id, block)| (block.address, id))
             .collect();
         let segments = heads.into_values().map(|head| self.segment_from(head)).collect();
@@ -115,13 +129,8 @@ impl<D: Driver> Locked<'_, D> {
         let mut blocks = Vec::new();
         let mut at = Some(head);
         while let Some(block) = at.map(|id| &self.state.blocks[id]) {
-            let use_ = match block.state {
-                BlockState::Live => BlockUse::Live,
-                BlockState::Pending => BlockUse::Pending,
-                BlockState::Free | BlockState::Leaving => BlockUse::Free,
-                BlockState::Unmapped => break,
-            };
-            let &crate::block::Block { address, size, requested, context, .. } = block;
+            let Some(use_) = use_of(block) else { break };
+            let &Block { address, size, requested, context, .. } = block;
             blocks.push(BlockFigures { address, size, requested, use_, context });
             at = block.next;
         }
@@ -132,6 +141,7 @@ impl<D: Driver> Locked<'_, D> {
             pool: pool.id,
             small: pool.small,
             paged: !segment.is_plain(),
+            stitched: matches!(segment.backing, Backing::Stitched(_)),
             spilled: Self::is_spill(first.pool),
             context: segment.context,
             blocks,

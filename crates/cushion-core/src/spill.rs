@@ -37,7 +37,7 @@ impl<D: Driver> Locked<'_, D> {
         }
         self.retry_ranges();
         let Some(address) = unless_full(self.driver.reserve(bytes))? else { return Ok(None) };
-        let mapped = self.state.pages.map_fresh(self.driver, address, bytes, bytes, PageUse::Host);
+        let mapped = self.state.pages.map_fresh(self.driver, address, &[bytes], PageUse::Host);
         self.count_pages();
         let mapped = unless_full(mapped);
         if !matches!(mapped, Ok(Some(()))) {
@@ -84,7 +84,7 @@ impl<D: Driver> Locked<'_, D> {
     }
 
     /// Gives back a range of addresses that no block is in; what the driver refuses is tried again.
-    fn leave_range(&mut self, address: u64, bytes: u64) {
+    pub(crate) fn leave_range(&mut self, address: u64, bytes: u64) {
         let unstuck = self.state.pages.unstick(self.driver, address..address + bytes);
         self.count_pages();
         if unstuck.and_then(|()| self.driver.unreserve(address, bytes)).is_err() {

@@ -126,12 +126,14 @@ impl LiveStatArray {
         if small { &self.small_pool } else { &self.large_pool }
     }
 
-    pub(crate) fn increase(&self, small: bool, amount: u64) {
+    /// Returns what there is now.
+    pub(crate) fn increase(&self, small: bool, amount: u64) -> u64 {
         self.half(small).increase(amount);
         let current = self.current();
         if current > self.peak_of_all.load(Relaxed) {
             self.peak_of_all.store(current, Relaxed);
         }
+        current
     }
 
     pub(crate) fn decrease(&self, small: bool, amount: u64) {
@@ -140,6 +142,11 @@ impl LiveStatArray {
 
     pub(crate) fn current(&self) -> u64 {
         self.small_pool.current.load(Relaxed) + self.large_pool.current.load(Relaxed)
+    }
+
+    /// All that was ever taken away.
+    pub(crate) fn freed(&self) -> u64 {
+        self.small_pool.freed.load(Relaxed) + self.large_pool.freed.load(Relaxed)
     }
 
     fn reset_peak(&self) {
@@ -224,7 +231,7 @@ impl LiveCount {
         self.0.store(value, Relaxed);
     }
 
-    fn read(&self) -> u64 {
+    pub(crate) fn read(&self) -> u64 {
         self.0.load(Relaxed)
     }
 }

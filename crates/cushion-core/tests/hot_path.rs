@@ -34,11 +34,12 @@ mod tests {
     static ALLOCATOR: Counting = Counting;
 
     /// Once the program is in its stride nothing is taken; a large working set may still find a new
-    /// shape now and then.
+    /// shape now and then, and where no more is held than was ever live, a new peak.
     #[test]
     fn a_program_in_its_stride_takes_nothing_from_the_heap() {
         for policy in Policy::ALL {
-            for (live, allowed) in [(1, 0), (64, 0), (4096, 100)] {
+            let for_peaks = if policy == Policy::Paged { 20 } else { 0 };
+            for (live, allowed) in [(1, 0), (64, for_peaks), (4096, 100 + for_peaks)] {
                 let engine = Engine::new(SimDriver::new(SimConfig::with_capacity(64 << 30)));
                 engine.set_policy(policy);
                 let mut churn = Churn::new(&engine, live);

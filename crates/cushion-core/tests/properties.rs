@@ -54,6 +54,7 @@ mod tests {
             1 => addresses.clone().prop_map(|address| Action::FreeUnknown { address }),
             1 => addresses.prop_map(|address| Action::RecordUnknown { address }),
             1 => Just(Action::Snapshot),
+            2 => Just(Action::Trim),
             1 => Just(Action::ResetStats),
             1 => any::<u8>().prop_map(|rules| Action::Inject { rules }),
             1 => (sizes(), any::<u8>())
@@ -90,6 +91,16 @@ mod tests {
         #[test]
         fn expandable_graceful(program in prop::collection::vec(actions(), 1..160)) {
             run(Policy::Expandable, Ladder::Graceful, &program);
+        }
+
+        #[test]
+        fn paged_torch(program in prop::collection::vec(actions(), 1..160)) {
+            run(Policy::Paged, Ladder::Torch, &program);
+        }
+
+        #[test]
+        fn paged_graceful(program in prop::collection::vec(actions(), 1..160)) {
+            run(Policy::Paged, Ladder::Graceful, &program);
         }
     }
 }

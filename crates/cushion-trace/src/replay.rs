@@ -6,8 +6,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use cushion_core::driver::CallCounts;
 use cushion_core::size::GIB;
 use cushion_core::{
-    Clock, DriverError, Engine, EngineConfig, Ladder, Options, Policy, Receipt, SimClock,
-    SimConfig, SimDriver, Snapshot, Stats,
+    Clock, DriverError, Engine, EngineConfig, Ladder, LastingStreams, Options, Policy, Receipt,
+    SimClock, SimConfig, SimDriver, Snapshot, Stats,
 };
 
 use crate::events::Events;
@@ -52,6 +52,8 @@ pub struct Outcome {
     pub reserved_peak: u64,
     /// The event at which they were first reached.
     pub reserved_peak_event: u64,
+    /// The event after which the driver was asked for nothing any more: no memory, no address, nothing to be taken back.
+    pub last_driver_event: u64,
     /// How many requests got the address PyTorch gave them; `None` where that cannot be asked,
     /// because PyTorch ran with another policy.
     pub same_address: Option<u64>,
@@ -192,6 +194,7 @@ pub fn replay_watched(
         live_peak_event: seen.live_peak.0.into(),
         reserved_peak: stats.reserved_bytes.all.peak,
         reserved_peak_event: seen.reserved_peak.0.into(),
+        last_driver_event: seen.last_change.0.into(),
         same_address: follows.then_some(same),
         difference: difference.filter(|_| follows),
         driver: driver.counts(),
@@ -262,6 +265,8 @@ fn device_for(
     let config_of_engine =
         EngineConfig { options, ladder: config.ladder, clock, ..EngineConfig::default() };
     let engine = Engine::with_config(Arc::clone(&driver), config_of_engine);
+    // A trace does not say that a stream was destroyed.
+    engine.set_lasting_streams(LastingStreams::All);
     if config.capacity.is_some() {
         engine.set_memory_limit(config.capacity);
     }
@@ -270,12 +275,11 @@ fn device_for(
 
 fn options_for(program: &Program, config: &ReplayConfig) -> Options {
     let options = config.options.as_ref().unwrap_or(&program.options);
-    Options {
-        expandable_segments: config.policy == Policy::Expandable,
-        // A fraction of a device whose size is not known: the capacity is the limit.
-        per_process_memory_fraction: 1.0,
-        ..options.clone()
-    }
+    let mut options = options.clone();
+    options.ask_for(config.policy);
+    // A fraction of a device whose size is not known: the capacity is the limit.
+    options.per_process_memory_fraction = 1.0;
+    options
 }
 
 #[cfg(test)]

@@ -82,6 +82,8 @@ pub(crate) struct Seen {
     /// The event and size of the highest live and reserved bytes so far.
     pub(crate) live_peak: (u32, u64),
     pub(crate) reserved_peak: (u32, u64),
+    /// The event of the last change asked of the driver, and how many there were.
+    pub(crate) last_change: (u32, u64),
 }
 
 impl<'a, W: Watch> Run<'a, W> {
@@ -167,6 +169,10 @@ impl<'a, W: Watch> Run<'a, W> {
 
     #[inline]
     fn note_peaks(&mut self, event: u32) {
+        let changes = self.engine.driver_changes();
+        if changes != self.seen.last_change.1 {
+            self.seen.last_change = (event, changes);
+        }
         let (live, reserved) = self.engine.live_and_reserved();
         if live > self.seen.live_peak.1 {
             self.seen.live_peak = (event, live);

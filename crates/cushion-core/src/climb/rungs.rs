@@ -10,7 +10,7 @@ use crate::driver::{Driver, DriverResult};
 use crate::engine::{Engine, ring};
 use crate::error::Ended;
 use crate::ladder::{Ladder, Legal, Rung, Then};
-use crate::locked::{Asked, Found, Locked};
+use crate::locked::{Asked, Locked};
 use crate::policy::{Policy, Request};
 use crate::pool::PoolId;
 use crate::queue::{Bells, Standstill};
@@ -55,7 +55,7 @@ impl<D: Driver> Engine<D> {
     }
 
     pub(super) fn grow(&self, climb: &mut Climb) -> Visit {
-        match self.locked(|mut engine| engine.serve_new(climb)) {
+        match self.locked(|mut engine| engine.serve_new_to(climb)) {
             Ok(Some(address)) => Visit::Served(address, 0),
             Ok(None) => {
                 if !climb.short {
@@ -383,7 +383,7 @@ impl<D: Driver> Situation for Asking<'_, D> {
                     && self.gives_back
                     && engine.giving_back_helps(&request).unwrap_or(false)
             };
-            engine.choose(&request, policy).is_some() || helps(&mut engine)
+            engine.find(&request, policy).is_some() || helps(&mut engine)
         })
     }
 }
@@ -406,7 +406,7 @@ impl<D: Driver> Locked<'_, D> {
         let now = self.seen(free);
         let before = climb.seen.replace(now);
         let is_more = before.is_none_or(|before| now.is_more_than(&before));
-        let needed = request.needed(self.state.policy);
+        let needed = self.needed(request);
         let may_do = now.available >= needed || now.largest >= request.size;
         let is_worth = !climb.has_climbed() || work_ended || is_more && may_do;
         if left.is_zero() && std::mem::replace(&mut climb.tried_last, true) {
@@ -434,17 +434,14 @@ impl<D: Driver> Locked<'_, D> {
     pub(super) fn serve_free(&mut self, climb: &Climb) -> Option<u64> {
         let request = self.request_of(climb);
         let policy = self.state.policy;
-        let block = self.search(&request, policy)?;
-        Some(self.hand_out(Found { block, policy }, &request, climb.asked.context))
+        let found = self.search(&request, policy)?;
+        Some(self.hand_out(found, policy, &request, climb.asked.context))
     }
 
     /// Serves the request from memory that the driver gives now.
-    pub(super) fn serve_new(&mut self, climb: &Climb) -> DriverResult<Option<u64>> {
+    pub(super) fn serve_new_to(&mut self, climb: &Climb) -> DriverResult<Option<u64>> {
         let request = self.request_of(climb);
-        let policy = self.state.policy;
-        let context = climb.asked.context;
-        let block = self.ask_driver(&request, policy, context)?;
-        Ok(block.map(|block| self.hand_out(Found { block, policy }, &request, context)))
+        self.serve_new(&request, self.state.policy, climb.asked.context)
     }
 
     /// Borrows, unless that rung is switched off, or what is borrowed would not help.

@@ -1,6 +1,10 @@
 //! Polices the driver's contract: wraps any driver and panics at the first call, or the first
 //! piece of work, that breaks it. For tests and fuzzing; it says what was broken and where.
 //!
+//! A page may be mapped at several addresses. Two allocations that live at the same time never share a byte of it,
+//! whatever their addresses; bytes that were freed go to another stream, at any address, only when the work on them is
+//! done; and an address is taken from a page only when the work that used it there is done.
+//!
 //! It believes only what it saw pass through: work counts as done when an event that was recorded
 //! after it has been seen finished, when its stream was synchronised, or when a call was made that
 //! waits for the device. So it also works in front of a real GPU.
@@ -54,11 +58,26 @@ struct Progress {
 struct Work {
     stream: StreamId,
     ticket: u64,
-    /// What the memory is in physical terms, so that a page counts as one under all its addresses.
+    memory: Bytes,
+    /// The mapping that it was used through.
+    mapping: u64,
+    life: u64,
+}
+
+/// Some bytes of memory in physical terms, so that a page is one under all its addresses.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Bytes {
     place: Place,
     start: u64,
     end: u64,
-    life: u64,
+}
+
+impl Bytes {
+    /// Whether some of these are some of those.
+    #[must_use]
+    pub fn overlap(&self, other: &Self) -> bool {
+        self.place == other.place && self.start < other.end && other.start < self.end
+    }
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -97,21 +116,27 @@ impl<D: Driver> CheckedDriver<D> {
         let follows = |work: &Work| {
             work.stream == stream || follows.get(&work.stream).is_some_and(|&t| work.ticket <= t)
         };
-        for (place, start, end) in state.resolve(address, bytes) {
-            let clash = state.unfinished.iter().find(|work| {
-                work.place == place
-                    && work.start < end
-                    && start < work.end
-                    && work.life != life
-                    && !follows(work)
-            });
+        for (memory, mapping) in state.resolve(address, bytes) {
+            let clash = state
+                .unfinished
+                .iter()
+                .find(|work| work.memory.overlap(&memory) && work.life != life && !follows(work));
             assert!(
                 clash.is_none(),
                 "memory at {address:#x} is used on {stream:?} before the work of an earlier \
                  allocation on another stream is known to be done: {clash:?}"
             );
-            state.unfinished.push(Work { stream, ticket, place, start, end, life });
+            state.unfinished.push(Work { stream, ticket, memory, mapping, life });
         }
+    }
+
+    /// What is behind `bytes` bytes at `address`.
+    ///
+    /// # Panics
+    ///
+    /// If some of it is not mapped and accessible.
+    pub fn behind(&self, address: u64, bytes: u64) -> Vec<Bytes> {
+        self.state().resolve(address, bytes).into_iter().map(|(memory, _)| memory).collect()
     }
 
     /// Tells that the program made later work on `waiter` follow all that is queued on `other`.
@@ -147,14 +172,15 @@ impl<D: Driver> CheckedDriver<D> {
 }
 
 impl State {
-    /// The physical places behind a range of addresses, each with its offsets.
-    fn resolve(&self, address: u64, bytes: u64) -> Vec<(Place, u64, u64)> {
+    /// What is behind a range of addresses, each with the address it is mapped at.
+    fn resolve(&self, address: u64, bytes: u64) -> Vec<(Bytes, u64)> {
         let end = address.checked_add(bytes).expect("a range that ends");
         if let Some((&start, &size)) = self.plain.range(..=address).next_back()
             && address < start + size
         {
             assert!(end <= start + size, "{address:#x}+{bytes} leaves its allocation");
-            return vec![(Place::Plain(start), address - start, end - start)];
+            let place = Place::Plain(start);
+            return vec![(Bytes { place, start: address - start, end: end - start }, start)];
         }
         let mut places = Vec::new();
         let mut at = address;
@@ -165,14 +191,15 @@ impl State {
             };
             assert!(mapping.usable, "{at:#x} is used without access");
             let until = end.min(start + mapping.bytes);
-            places.push((Place::Page(mapping.page), at - start, until - start));
+            let place = Place::Page(mapping.page);
+            places.push((Bytes { place, start: at - start, end: until - start }, start));
             at = until;
         }
         places
     }
 
-    fn assert_done(&self, place: Place, what: &str) {
-        let busy = self.unfinished.iter().find(|work| work.place == place);
+    fn assert_done(&self, what: &str, is_meant: impl Fn(&Work) -> bool) {
+        let busy = self.unfinished.iter().find(|work| is_meant(work));
         assert!(busy.is_none(), "{what} while work on it is not known to be done: {busy:?}");
     }
 
@@ -266,6 +293,8 @@ impl<D: Driver> Driver for CheckedDriver<D> {
             let state = self.state();
             let (_, addresses) = state.pages.get(&page).expect("release of an unknown page");
             assert!(addresses.is_empty(), "release of {page:?}, still mapped at {addresses:x?}");
+            let place = Place::Page(page);
+            state.assert_done("a page is released", |work| work.memory.place == place);
         }
         self.inner.release(page)?;
         self.state().pages.remove(&page);
@@ -313,8 +342,11 @@ impl<D: Driver> Driver for CheckedDriver<D> {
         let mappings = {
             let state = self.state();
             let mappings = state.mappings_of(address, bytes, "unmap");
-            for start in &mappings {
-                state.assert_done(Place::Page(state.mapped[start].page), "a page is unmapped");
+            for &start in &mappings {
+                let place = Place::Page(state.mapped[&start].page);
+                state.assert_done("a page is unmapped", |work| {
+                    work.mapping == start && work.memory.place == place
+                });
             }
             mappings
         };

@@ -118,10 +118,63 @@ pub static REGISTRY: &[OptionSpec] = &[
         resets: false,
         read: |options, value| {
             options.expandable_segments = boolean(value)?;
+            options.paged = false;
             Ok(())
         },
         show: |options| boolean_text(options.expandable_segments),
         reset: |options| options.expandable_segments = false,
+    },
+    OptionSpec {
+        key: "paged",
+        unit: "True or False",
+        default: "False",
+        accepts: "`True` or `False`",
+        meaning: "Gives pages second addresses, so that free memory serves a request wherever it lies. \
+                  Of one string, this counts rather than `expandable_segments`; of several, the last that names \
+                  either.",
+        worst_case: "a new peak is slower to reach, because pages are mapped one by one.",
+        resets: false,
+        read: |options, value| {
+            options.paged = boolean(value)?;
+            Ok(())
+        },
+        show: |options| boolean_text(options.paged),
+        reset: |options| options.paged = false,
+    },
+    OptionSpec {
+        key: "page_mb",
+        unit: "MiB",
+        default: "80",
+        accepts: "a whole number of MiB from 2 to 1024",
+        meaning: "The size of the largest pages under `paged`; those for what a program loads first are 20 MiB larger.",
+        worst_case: "smaller pages make a new peak slower to reach, larger ones waste more.",
+        resets: false,
+        read: |options, value| {
+            let size = whole(value)?;
+            if !(2..=1024).contains(&size) {
+                return Err("it must be from 2 to 1024".to_owned());
+            }
+            options.page_size = size * MIB;
+            Ok(())
+        },
+        show: |options| (options.page_size / MIB).to_string(),
+        reset: |options| options.page_size = Options::DEFAULT.page_size,
+    },
+    OptionSpec {
+        key: "trim_ms",
+        unit: "ms",
+        default: "30000",
+        accepts: "a whole number of milliseconds; 0 is never",
+        meaning: "After how long `paged` gives back memory that was not needed: between once and twice this \
+                  time after the last moment at which it was.",
+        worst_case: "a peak that comes back less often than this is reached by driver calls again.",
+        resets: false,
+        read: |options, value| {
+            options.trim_ms = whole(value)?;
+            Ok(())
+        },
+        show: |options| options.trim_ms.to_string(),
+        reset: |options| options.trim_ms = Options::DEFAULT.trim_ms,
     },
     OptionSpec {
         key: "per_process_memory_fraction",

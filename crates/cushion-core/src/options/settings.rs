@@ -34,9 +34,10 @@ const POLICY: SettingSpec = SettingSpec {
     name: "policy",
     variable: "CUSHION_POLICY",
     default: "segments",
-    accepts: "`segments` or `expandable`",
-    meaning: "How memory is laid out and got: as PyTorch's classic allocator does, or as its \
-              expandable segments. The same as `expandable_segments` in a conf string.",
+    accepts: "`segments`, `expandable` or `paged`",
+    meaning: "How memory is laid out and got: as PyTorch's classic allocator does, as its expandable segments, or \
+              in pages that serve any request wherever they lie. The same as `expandable_segments` and `paged` \
+              in a conf string.",
 };
 const CONF: SettingSpec = SettingSpec {
     name: "conf",
@@ -240,6 +241,9 @@ pub fn without_key(conf: &str, key: &str) -> String {
     kept.join(",")
 }
 
+/// The options that name a policy.
+const LAYOUTS: [&str; 2] = ["expandable_segments", "paged"];
+
 /// The conf strings so far as one, and what they give.
 #[derive(Debug, Default)]
 struct Gathered {
@@ -253,10 +257,16 @@ impl Gathered {
         if conf.trim().is_empty() {
             return Ok(());
         }
-        let both = if self.conf.is_empty() {
+        // Whoever names a policy last decides.
+        let names = |key: &str| without_key(conf, key) != conf;
+        let mut before = self.conf.clone();
+        if LAYOUTS.into_iter().any(names) {
+            before = LAYOUTS.iter().fold(before, |conf, key| without_key(&conf, key));
+        }
+        let both = if before.trim().is_empty() {
             conf.to_owned()
         } else {
-            format!("{},{conf}", self.conf.trim_end().trim_end_matches(','))
+            format!("{},{conf}", before.trim_end().trim_end_matches(','))
         };
         let refused = |error| SettingsError::Options { source_name: source_name.to_owned(), error };
         let parsed = Options::parse(&both).map_err(refused)?;
@@ -269,6 +279,7 @@ impl Gathered {
         let conf = match known {
             Some(Policy::Segments) => "expandable_segments:False",
             Some(Policy::Expandable) => "expandable_segments:True",
+            Some(Policy::Paged) => "paged:True",
             None => return Err(refused_value(source_name, policy, POLICY.accepts)),
         };
         self.add(source_name, conf)
@@ -378,15 +389,17 @@ mod tests {
                 "expandable_segments" | "graph_capture_record_stream_reuse" => {
                     (spec.env_name(), "True")
                 }
+                "paged" => (spec.env_name(), "True"),
                 "garbage_collection_threshold" | "per_process_memory_fraction" => {
                     (spec.env_name(), "0.5")
                 }
                 "skip_rungs" => (spec.env_name(), "borrow+wait"),
-                _ => (spec.env_name(), "64"),
+                _ => (spec.env_name(), "32"),
             };
             assert!(name.starts_with("CUSHION_"));
             let settings = gather(Asked::default(), &[(&name, value)]).unwrap();
-            assert_ne!(settings.options, Options::default(), "{name}");
+            let nothing = gather(Asked::default(), &[]).unwrap();
+            assert_ne!(settings.options, nothing.options, "{name}");
         }
     }
 
@@ -400,7 +413,7 @@ mod tests {
         );
         let asked = Asked { policy: Some("pages".to_owned()), ..Asked::default() };
         let text = gather(asked, &[]).unwrap_err().to_string();
-        assert_eq!(text, "policy cannot be `pages`: it takes `segments` or `expandable`");
+        assert_eq!(text, "policy cannot be `pages`: it takes `segments`, `expandable` or `paged`");
         let text = gather(Asked::default(), &[("CUSHION_LOG", "maybe")]).unwrap_err().to_string();
         assert_eq!(text, "CUSHION_LOG cannot be `maybe`: it takes `1` or `0`");
         let text = gather(Asked::default(), &[("CUSHION_SIMULATE", "large")]).unwrap_err();

@@ -1,0 +1,329 @@
+//! Growing under `paged`: pages with a home, and second addresses where those are enough.
+//!
+//! A miss looks for memory in the order of what it costs: a range stitched before costs nothing, a page some tens of
+//! microseconds, a new range as much for each page in it, and a byte more than was ever live costs a byte.
+
+use crate::block::{BlockId, BlockState};
+use crate::driver::{Driver, DriverResult, StreamId};
+use crate::history::Context;
+use crate::locked::{Locked, State};
+use crate::policy::{PageSizes, Policy, Request};
+use crate::pool::PoolIndex;
+use crate::segment::Backing;
+use crate::size::{MIB, round_up};
+use crate::stitch::{Part, StitchId};
+use crate::trim::Windows;
+
+/// A thousandth more than was ever live may be held without another look.
+const SLACK: u64 = 1000;
+
+/// What a page must bring to be mapped again, as a part of the largest fresh one. Where memory is short the price does
+/// not matter.
+const LEAST_PIECE: u64 = 20;
+
+/// What mapping a page is worth, in bytes that are not asked for: about 30 µs.
+const PRICE_OF_MAPPING: u64 = MIB;
+
+/// What growing goes by.
+#[derive(Debug, Default)]
+pub(crate) struct Homes {
+    /// Whether more was freed so far than was live then: before that, a program loads what it keeps.
+    has_loaded: bool,
+    /// Whether so little of the limit is left that pages are smaller than they would be.
+    pub(crate) is_tight: bool,
+    /// The most that was live, as of the last window.
+    pub(crate) high_water: u64,
+    pub(crate) windows: Windows,
+}
+
+/// A free block that serves a request, or one that can be made.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Found {
+    Block(BlockId),
+    /// A range stitched before.
+    Range(StitchId),
+}
+
+/// Where a lane's homes can grow.
+#[derive(Debug, Clone, Copy)]
+struct Room {
+    /// The first block of the room: free, or unmapped.
+    start: BlockId,
+    /// Bytes of it that have no pages.
+    missing: u64,
+}
+
+impl<D: Driver> Locked<'_, D> {
+    /// Serves a miss without the driver: from a range stitched before.
+    pub(crate) fn look_again(&self, request: &Request) -> Option<Found> {
+        if request.small {
+            return None;
+        }
+        self.stitched_before(request).map(Found::Range)
+    }
+
+    /// Whether serving the request by growing would take more than was ever live.
+    pub(crate) fn growing_passes_high_water(&self, request: &Request) -> bool {
+        let missing = self.room_at_home(request).map_or(request.size, |room| room.missing);
+        let lane = (request.pool, request.stream);
+        let more = self.fresh_pages(lane, missing, u64::MAX).map_or(u64::MAX, |(_, bytes)| bytes);
+        self.reserved().saturating_add(more) > self.allowance(request)
+    }
+
+    /// What may be held before waste is looked at.
+    fn allowance(&self, request: &Request) -> u64 {
+        let with_it = self.counters.active_bytes.current().saturating_add(request.size);
+        let high = self.high_water().max(with_it);
+        high.saturating_add(high / SLACK)
+    }
+
+    /// The most that was live.
+    fn high_water(&self) -> u64 {
+        self.state.homes.high_water.max(self.state.homes.windows.peak)
+    }
+
+    /// The fresh pages to make where `missing` bytes are: the size of each, and of all together.
+    fn fresh_pages(
+        &self,
+        (pool, stream): (PoolIndex, StreamId),
+        missing: u64,
+        most: u64,
+    ) -> Option<(u64, u64)> {
+        let pool = &self.state.pools[pool];
+        let small = pool.small.then(|| {
+            let held = pool.lane(stream).map(|lane| lane.stats().read());
+            held.map_or(0, |held| held.free_bytes + held.active_bytes)
+        });
+        let loading = !self.state.homes.has_loaded;
+        let limit = self.page_limit();
+        let with_it = self.counters.active_bytes.current().saturating_add(missing);
+        let high_water = self.high_water().max(with_it);
+        let sizes = PageSizes::asked_for(&self.state.options, high_water, self.reserved(), limit);
+        sizes.of(small, loading, missing, most, self.device.granularity)
+    }
+
+    /// The largest fresh page that a lane gets now.
+    pub(crate) fn largest_page(&self, lane: (PoolIndex, StreamId)) -> u64 {
+        self.fresh_pages(lane, 1, u64::MAX).map_or(u64::MAX, |(page, _)| page)
+    }
+
+    /// The most that can be held.
+    fn page_limit(&self) -> u64 {
+        self.state.limit.unwrap_or(u64::MAX).min(self.device.total)
+    }
+
+    /// The sizes of fresh pages for `missing` bytes in a lane's homes.
+    pub(crate) fn sizes_of_fresh_pages(
+        &self,
+        lane: (PoolIndex, StreamId),
+        missing: u64,
+        most: u64,
+    ) -> Vec<u64> {
+        let (page, bytes) = self.fresh_pages(lane, missing, most).expect("addresses for them");
+        // Of equal size, but for the last.
+        let each = (bytes / bytes.div_ceil(page)).next_multiple_of(self.device.granularity);
+        let mut sizes = vec![each; usize::try_from(bytes / each).expect("few pages")];
+        sizes.extend((bytes % each > 0).then_some(bytes % each));
+        sizes
+    }
+
+    /// The place in the lane's homes where the least is missing for the request, the lowest of those.
+    fn room_at_home(&self, request: &Request) -> Option<Room> {
+        let State { blocks, segments, pools, .. } = &*self.state;
+        let lane = pools[request.pool].lane(request.stream)?;
+        let usable =
+            |id: &BlockId| matches!(blocks[*id].state, BlockState::Free | BlockState::Unmapped);
+        let rooms = lane.unmapped().filter_map(|(_, unmapped)| {
+            if segments[blocks[unmapped].segment].backing != Backing::Homes {
+                return None;
+            }
+            let start = blocks[unmapped].prev.filter(usable).unwrap_or(unmapped);
+            let (mut room, mut missing) = (0, 0);
+            let mut at = Some(start);
+            while room < request.size {
+                let block = &blocks[at.filter(usable)?];
+                let more = block.size.min(request.size - room);
+                room += more;
+                missing += if block.is_mapped() { 0 } else { more };
+                at = block.next;
+            }
+            Some(Room { start, missing })
+        });
+        rooms.min_by_key(|room| room.missing)
+    }
+
+    /// A free block for the request out of fresh pages, or stitched from what is free and as few of them as will do;
+    /// `None` if memory ran out.
+    pub(crate) fn grow_homes(
+        &mut self,
+        request: &Request,
+        policy: Policy,
+        context: Context,
+    ) -> DriverResult<Option<BlockId>> {
+        self.note_loading();
+        let stitches = !request.small;
+        let (sizes, limit) = (&self.state.options, self.page_limit());
+        self.state.homes.is_tight = PageSizes::are_cut(sizes, self.reserved(), limit);
+        if stitches && self.state.homes.is_tight {
+            self.split_free_pages((request.pool, request.stream));
+        }
+        if !stitches || !self.state.homes.has_loaded || !self.growing_passes_high_water(request) {
+            let grown = self.grow_at_home(request, policy, context)?;
+            if grown.is_some() || !stitches {
+                return Ok(grown);
+            }
+        }
+        if !self.make_room_for_range(request.stream)? {
+            return self.grow_at_home(request, policy, context);
+        }
+        let at_home = self.room_at_home(request).map_or(request.size, |room| room.missing);
+        let pieces = self.pieces((request.pool, request.stream));
+        let least = self.state.options.page_size / LEAST_PIECE;
+        for least in [least, 0] {
+            let plan = pieces.plan(request.size, least);
+            let dearer = self.price(request, plan.missing, plan.pages(), 2)
+                >= self.price(request, at_home, 0, 1);
+            let no_less = self.whole_units(plan.missing) >= self.whole_units(at_home);
+            let grown = if no_less || least > 0 && dearer {
+                self.grow_at_home(request, policy, context)?
+            } else if let Some(fresh) =
+                self.pages_at_home(plan.missing, request, policy, context)?
+            {
+                return self.stitch(plan, fresh, request, context);
+            } else {
+                None
+            };
+            if grown.is_some() {
+                return Ok(grown);
+            }
+        }
+        Ok(None)
+    }
+
+    /// What it costs, in bytes, to serve a request with so many fresh bytes and so many pages mapped again, if fresh
+    /// pages are mapped so many times.
+    fn price(&self, request: &Request, fresh: u64, again: usize, times: u64) -> u64 {
+        let fresh = self.whole_units(fresh);
+        let page = self.largest_page((request.pool, request.stream));
+        let mappings = fresh.div_ceil(page).saturating_mul(times).saturating_add(again as u64);
+        fresh.saturating_add(mappings.saturating_mul(PRICE_OF_MAPPING))
+    }
+
+    fn whole_units(&self, bytes: u64) -> u64 {
+        round_up(bytes, self.device.granularity).unwrap_or(u64::MAX)
+    }
+
+    /// What the driver has to have before it can serve the request, once everything cached is given back.
+    pub(crate) fn needed(&self, request: &Request) -> u64 {
+        let rules = self.state.policy.rules();
+        let needed = rules.needed(request.size, request.wanted);
+        if !rules.stitches() || request.small {
+            return needed;
+        }
+        let pieces = self.pieces((request.pool, request.stream));
+        self.whole_units(needed.saturating_sub(pieces.bytes_at_borders()))
+    }
+
+    /// Remembers that the program has begun to free what it allocates.
+    fn note_loading(&mut self) {
+        if !self.state.homes.has_loaded {
+            let freed = self.counters.active_bytes.freed();
+            self.state.homes.has_loaded = freed > self.counters.active_bytes.current();
+        }
+    }
+
+    /// Grows the lane's homes until a free block of the request's size is there.
+    fn grow_at_home(
+        &mut self,
+        request: &Request,
+        policy: Policy,
+        context: Context,
+    ) -> DriverResult<Option<BlockId>> {
+        let Some(Room { start, missing }) = self.room_or_new(request, policy, context)? else {
+            return Ok(None);
+        };
+        let most = self.may_grow_by();
+        if round_up(missing, self.device.granularity).is_none_or(|missing| missing > most) {
+            return Ok(None);
+        }
+        self.extend(start, request.size, context)
+    }
+
+    fn room_or_new(
+        &mut self,
+        request: &Request,
+        policy: Policy,
+        context: Context,
+    ) -> DriverResult<Option<Room>> {
+        if let Some(room) = self.room_at_home(request) {
+            return Ok(Some(room));
+        }
+        let made = self.new_homes(request, policy, context)?;
+        Ok(made.map(|start| Room { start, missing: request.size }))
+    }
+
+    /// A range of addresses for homes, with no page so far.
+    fn new_homes(
+        &mut self,
+        request: &Request,
+        policy: Policy,
+        context: Context,
+    ) -> DriverResult<Option<BlockId>> {
+        // Room for more than the device, so that what is given back low down leaves room higher up.
+        let room = self.device.total.saturating_add(self.device.total / 8);
+        let bytes = round_up(room.max(request.size), self.device.granularity);
+        let Some(bytes) = bytes else { return Ok(None) };
+        let made = self.paged_segment(bytes, Backing::Homes, request, policy, context)?;
+        if made.is_some() {
+            let pool = &mut self.state.pools[request.pool];
+            pool.lane_mut(request.stream).keep_by_address();
+        }
+        Ok(made)
+    }
+
+    /// Fresh pages, wholly free, at the end of the lane's homes; `None` if memory ran out.
+    fn pages_at_home(
+        &mut self,
+        missing: u64,
+        request: &Request,
+        policy: Policy,
+        context: Context,
+    ) -> DriverResult<Option<Vec<Part>>> {
+        if missing == 0 {
+            return Ok(Some(Vec::new()));
+        }
+        let bytes = round_up(missing, self.device.granularity);
+        let Some(bytes) = bytes.filter(|&bytes| bytes <= self.may_grow_by()) else {
+            return Ok(None);
+        };
+        let wanted = Request { size: bytes, ..*request };
+        let unmapped = |engine: &Self| {
+            let lane = engine.state.pools[request.pool].lane(request.stream)?;
+            lane.unmapped().map(|(_, id)| id).find(|&id| {
+                let block = &engine.state.blocks[id];
+                let backing = engine.state.segments[block.segment].backing;
+                backing == Backing::Homes && block.size >= bytes
+            })
+        };
+        let target = match unmapped(self) {
+            Some(target) => target,
+            None => match self.new_homes(&wanted, policy, context)? {
+                Some(target) => target,
+                None => return Ok(None),
+            },
+        };
+        let address = self.state.blocks[target].address;
+        let sizes = self.sizes_of_fresh_pages((request.pool, request.stream), bytes, bytes);
+        if !self.map_pages(target, &sizes, context)? {
+            return Ok(None);
+        }
+        let mut home = address;
+        let parts = sizes.iter().map(|&bytes| {
+            let (_, _, page) = self.state.pages.page_around(home).expect("mapped just now");
+            let part = Part { page, pool: request.pool, home, bytes, offset: 0 };
+            home += bytes;
+            part
+        });
+        Ok(Some(parts.collect()))
+    }
+}

@@ -1,0 +1,86 @@
+//! Near the limit: a page that is wholly free is split into smaller ones before a block takes only a part of it.
+//!
+//! A page that is half used cannot go where memory is missing, and near the limit its other half is what is missing.
+//! Splitting costs driver calls, and needs the work on the page to be done: where it is not, the page stays as it is.
+
+use crate::block::BlockId;
+use crate::driver::{Driver, StreamId};
+use crate::history::{Action, Context};
+use crate::homes::Found;
+use crate::locked::Locked;
+use crate::pages::PageUse;
+use crate::policy::Request;
+use crate::pool::{PoolId, PoolIndex};
+use crate::segment::Backing;
+
+impl<D: Driver> Locked<'_, D> {
+    /// Splits the page that a request would take only a part of; whether something changed.
+    #[cold]
+    pub(crate) fn unpin(&mut self, found: Found, request: &Request) -> bool {
+        let Found::Block(id) = found else { return false };
+        let block = &self.state.blocks[id];
+        let (start, end) = (block.address, block.end());
+        let taken = start + request.size;
+        // What a private pool handed out may be in a graph.
+        if request.small
+            || taken >= end
+            || self.state.pools[request.pool].id != PoolId::DEFAULT
+            || self.state.segments[block.segment].backing != Backing::Homes
+        {
+            return false;
+        }
+        let most = self.largest_page((request.pool, request.stream));
+        let (page, bytes, _) = self.state.pages.page_around(taken).expect("a page at home");
+        let is_pinned = page < taken && page >= start && page + bytes <= end;
+        is_pinned
+            && bytes > most
+            && !self.is_recording()
+            && self.is_idle(request.stream).unwrap_or(false)
+            && self.split(id, page, most)
+    }
+
+    /// Splits all pages of a lane that are wholly free and larger than fresh ones would be.
+    #[cold]
+    pub(crate) fn split_free_pages(&mut self, (pool, stream): (PoolIndex, StreamId)) {
+        let most = self.largest_page((pool, stream));
+        let pages = self.pieces((pool, stream)).large_pages(most);
+        if pages.is_empty()
+            || self.state.pools[pool].id != PoolId::DEFAULT
+            || self.is_recording()
+            || !self.is_idle(stream).unwrap_or(false)
+        {
+            return;
+        }
+        for (pool, home) in pages {
+            let lane = self.state.pools[pool].lane(stream);
+            if let Some(id) = lane.and_then(|lane| lane.free_at(home)) {
+                self.split(id, home, most);
+            }
+        }
+    }
+
+    /// Puts pages of `most` bytes in the place of one at `home`, which lies in a free block; whether something changed.
+    fn split(&mut self, id: BlockId, home: u64, most: u64) -> bool {
+        let (_, bytes, page) = self.state.pages.page_around(home).expect("a page at home");
+        let block = &self.state.blocks[id];
+        let (pool, stream) = (block.pool, block.stream);
+        let (private, small) = (self.state.pools[pool].id, self.state.pools[pool].small);
+        self.leave_ranges(page);
+        if self.state.pages.unmap(self.driver, home).is_err() {
+            return true;
+        }
+        self.counters.num_device_free.add(1);
+        let mut sizes = vec![most; usize::try_from(bytes / most).unwrap_or(0)];
+        sizes.extend((bytes % most > 0).then_some(bytes % most));
+        let mapped = self.state.pages.map_fresh(self.driver, home, &sizes, PageUse::of(small));
+        self.counters.num_device_alloc.add(1);
+        if mapped.is_err() {
+            // Somebody else was faster: the memory is gone, and the addresses are free for other pages.
+            self.mark_unmapped(id, home, home + bytes);
+            self.counters.reserved_by_private.decrease(private, small, bytes);
+            self.record(Action::SegmentUnmap, home, bytes, (stream, pool), Context::NONE);
+        }
+        self.count_pages();
+        true
+    }
+}

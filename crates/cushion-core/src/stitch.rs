@@ -1,0 +1,529 @@
+//! Stitched ranges: second addresses that put free pieces of memory side by side.
+//!
+//! A range has its own addresses. Behind them lie pages in a row that have their homes elsewhere in the same lane: the
+//! free end of one, whole ones, the free beginning of one. One block at a time is handed out
+//! of a range. Meanwhile its bytes are *lent* at home, so that nobody else gets them; when it is free they are free at
+//! home again, and the range keeps its mappings for the next time: then it costs no driver call.
+//!
+//! On the stream that freed a piece, stream order alone makes its second address safe. So all pieces of a range
+//! belong to one stream and one pool; other streams borrow the block, as they would any other.
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+
+use crate::block::{BlockId, BlockState};
+use crate::driver::{Driver, DriverResult, EventId, PageHandle, StreamId};
+use crate::growth::unless_full;
+use crate::history::Context;
+use crate::locked::{Locked, State};
+use crate::policy::{Policy, Request};
+use crate::pool::PoolIndex;
+use crate::segment::Backing;
+use crate::table::{Id, Table};
+
+/// A range, by its place in the table.
+pub(crate) type StitchId = Id<Stitch>;
+
+/// Whose memory it is: a range joins pages of one lane.
+pub(crate) type Family = (PoolIndex, StreamId);
+
+/// How many ranges there are at most, those of private pools in use apart: the least recently used make room.
+const MOST_RANGES: usize = 1024;
+
+/// How many times the device's memory the addresses of all ranges may be.
+const MOST_ADDRESSES: u64 = 16;
+
+/// One stitched range.
+#[derive(Debug)]
+pub(crate) struct Stitch {
+    pub(crate) family: Family,
+    /// The block in it that is handed out, or all of it.
+    pub(crate) block: BlockId,
+    pub(crate) address: u64,
+    pub(crate) bytes: u64,
+    pub(crate) parts: Vec<Part>,
+    /// What may be handed out, as offsets.
+    pub(crate) start: u64,
+    pub(crate) end: u64,
+    /// What is lent at home, in the order of the range; empty while the range is not in use.
+    pub(crate) lent: Vec<BlockId>,
+    /// When it was last handed out.
+    used: u64,
+    /// Whether it is not to be used again.
+    pub(crate) retired: bool,
+}
+
+/// One page in a range.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Part {
+    pub(crate) page: PageHandle,
+    /// The pool that its home is in.
+    pub(crate) pool: PoolIndex,
+    /// Its home.
+    pub(crate) home: u64,
+    pub(crate) bytes: u64,
+    /// Where it is in the range.
+    pub(crate) offset: u64,
+}
+
+/// All ranges.
+#[derive(Debug, Default)]
+pub(crate) struct Stitches {
+    table: Table<Stitch>,
+    /// Those that may be used again, by the bytes they can hand out.
+    families: BTreeMap<Family, BTreeSet<(u64, StitchId)>>,
+    /// The ranges that a page is in.
+    of_page: BTreeMap<PageHandle, Vec<StitchId>>,
+    /// Retired and not in use, waiting for the work that their stream had when the event was recorded.
+    retiring: VecDeque<(EventId, Vec<StitchId>)>,
+    /// Retired and not in use, waiting for their stream to come by.
+    retired: Vec<StitchId>,
+    /// How often a range was handed out.
+    clock: u64,
+    count: usize,
+    addresses: u64,
+    /// Room for the runs of a range, so that none is taken from the heap each time.
+    runs: Vec<Run>,
+}
+
+/// Bytes that lie together at home.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Run {
+    pool: PoolIndex,
+    start: u64,
+    end: u64,
+}
+
+impl Stitch {
+    /// Where the first `size` bytes that it can hand out are at home.
+    fn runs(&self, size: u64) -> impl Iterator<Item = Run> {
+        let (from, to) = (self.start, self.start + size);
+        let mut parts = self.parts.iter().filter_map(move |part| {
+            let (start, end) = (from.max(part.offset), to.min(part.offset + part.bytes));
+            let home = |offset: u64| part.home + (offset - part.offset);
+            (start < end).then(|| Run { pool: part.pool, start: home(start), end: home(end) })
+        });
+        let mut next = parts.next();
+        std::iter::from_fn(move || {
+            let mut run = next.take()?;
+            next = parts.next();
+            while let Some(more) = next.filter(|it| (it.pool, it.start) == (run.pool, run.end)) {
+                run.end = more.end;
+                next = parts.next();
+            }
+            Some(run)
+        })
+    }
+
+    pub(crate) fn is_in_use(&self) -> bool {
+        !self.lent.is_empty()
+    }
+
+    fn usable(&self) -> u64 {
+        self.end - self.start
+    }
+}
+
+impl Stitches {
+    pub(crate) fn iter(&self) -> impl Iterator<Item = (StitchId, &Stitch)> {
+        self.table.iter()
+    }
+
+    pub(crate) fn get(&self, id: StitchId) -> &Stitch {
+        &self.table[id]
+    }
+
+    /// How many ranges there are, and how many addresses they take.
+    pub(crate) fn size(&self) -> (usize, u64) {
+        (self.count, self.addresses)
+    }
+
+    /// The ranges that a page is in.
+    pub(crate) fn of_page(&self, page: PageHandle) -> &[StitchId] {
+        self.of_page.get(&page).map_or(&[], Vec::as_slice)
+    }
+
+    /// How many ranges are on their way, and how many addresses they take.
+    fn going(&self) -> (usize, u64) {
+        let waiting = self.retiring.iter().flat_map(|(_, ids)| ids);
+        let going = waiting.chain(&self.retired);
+        going.fold((0, 0), |(count, bytes), &id| (count + 1, bytes + self.table[id].bytes))
+    }
+
+    /// The range is not to be used again.
+    fn retire(&mut self, id: StitchId) {
+        let stitch = &mut self.table[id];
+        if std::mem::replace(&mut stitch.retired, true) {
+            return;
+        }
+        if let Some(family) = self.families.get_mut(&stitch.family) {
+            family.remove(&(stitch.usable(), id));
+            if family.is_empty() {
+                self.families.remove(&stitch.family);
+            }
+        }
+        if !stitch.is_in_use() {
+            self.retired.push(id);
+        }
+    }
+
+    fn forget_part(&mut self, page: PageHandle, id: StitchId) {
+        if let Some(ranges) = self.of_page.get_mut(&page) {
+            ranges.retain(|&it| it != id);
+            if ranges.is_empty() {
+                self.of_page.remove(&page);
+            }
+        }
+    }
+
+    /// The one that was not used for longest, of those that a stream may retire.
+    fn oldest(&self, stream: StreamId, is_kept: impl Fn(PoolIndex) -> bool) -> Option<StitchId> {
+        let families = self.families.iter();
+        let its_own = families.filter(|((pool, of), _)| *of == stream && !is_kept(*pool));
+        let ranges = its_own.flat_map(|(_, ranges)| ranges.iter().map(|&(_, id)| id));
+        let idle = ranges.filter(|&id| !self.table[id].is_in_use());
+        idle.min_by_key(|&id| self.table[id].used)
+    }
+}
+
+/// What a new range would be made of.
+#[derive(Debug, Default)]
+pub(crate) struct Plan {
+    /// The pages there are, in order; fresh ones come before `beginning`.
+    parts: Vec<Part>,
+    /// Where what is handed out begins in the first.
+    start: u64,
+    /// A page of which only the beginning is free, and how much of it.
+    beginning: Option<(u64, Part)>,
+    /// What fresh pages have to bring.
+    pub(crate) missing: u64,
+}
+
+/// A page that is not free as a whole, and its free bytes at one end.
+type Piece = (u64, Part);
+
+/// Free memory of a family, by how it lies on its pages; of those that are not free as a whole, the free bytes.
+#[derive(Debug, Default)]
+pub(crate) struct Pieces {
+    whole: Vec<Part>,
+    ends: Vec<Piece>,
+    beginnings: Vec<Piece>,
+}
+
+impl Plan {
+    /// How many pages it maps again.
+    pub(crate) fn pages(&self) -> usize {
+        self.parts.len() + usize::from(self.beginning.is_some())
+    }
+}
+
+impl Pieces {
+    /// The largest free end and the largest free beginning, of two pages.
+    fn at_borders(&self) -> [Option<Piece>; 2] {
+        let largest = |pieces: &[(u64, Part)], but: Option<PageHandle>| {
+            let others = pieces.iter().filter(|(_, part)| Some(part.page) != but);
+            others.max_by_key(|(free, part)| (*free, std::cmp::Reverse(part.home))).copied()
+        };
+        let end = largest(&self.ends, None);
+        [end, largest(&self.beginnings, end.map(|(_, part)| part.page))]
+    }
+
+    /// The pool and the home of each page that is wholly free and larger than `most`.
+    pub(crate) fn large_pages(&self, most: u64) -> Vec<(PoolIndex, u64)> {
+        let large = self.whole.iter().filter(|part| part.bytes > most);
+        large.map(|part| (part.pool, part.home)).collect()
+    }
+
+    /// Bytes of the largest free end and the largest free beginning.
+    pub(crate) fn bytes_at_borders(&self) -> u64 {
+        let [end, beginning] = self.at_borders();
+        end.map_or(0, |(free, _)| free) + beginning.map_or(0, |(free, _)| free)
+    }
+
+    /// Enough of them for `size` bytes, or all of them, with `least` bytes in each.
+    pub(crate) fn plan(&self, size: u64, least: u64) -> Plan {
+        let [end, beginning] = self.at_borders();
+        let is_worth = |(free, _): &(u64, Part)| *free >= least;
+        let (end, beginning) = (end.filter(is_worth), beginning.filter(is_worth));
+        let mut plan = Plan { missing: size, ..Plan::default() };
+        if let Some((free, part)) = end {
+            plan.start = part.bytes - free;
+            plan.parts.push(part);
+            plan.missing = plan.missing.saturating_sub(free);
+        }
+        let at_end = beginning.map_or(0, |(free, _)| free);
+        // Largest first, for the price is by the page; the last is as small as will do.
+        let mut whole: Vec<Part> =
+            self.whole.iter().copied().filter(|part| part.bytes >= least).collect();
+        whole.sort_unstable_by_key(|part| (std::cmp::Reverse(part.bytes), part.home));
+        while plan.missing > at_end && !whole.is_empty() {
+            let enough = whole.partition_point(|part| part.bytes + at_end >= plan.missing);
+            let part = whole.remove(enough.saturating_sub(1));
+            plan.parts.push(part);
+            plan.missing = plan.missing.saturating_sub(part.bytes);
+        }
+        if plan.missing > 0 {
+            plan.beginning = beginning;
+            plan.missing = plan.missing.saturating_sub(at_end);
+        }
+        plan
+    }
+}
+
+impl<D: Driver> Locked<'_, D> {
+    // ---- using a range ----
+
+    /// A range made before whose first `request.size` bytes are free now.
+    pub(crate) fn stitched_before(&self, request: &Request) -> Option<StitchId> {
+        let stitches = &self.state.stitches;
+        let family = (request.pool, request.stream);
+        let ranges = stitches.families.get(&family)?.range((request.size, Id::new(0))..);
+        ranges.map(|&(_, id)| id).find(|&id| {
+            let stitch = stitches.get(id);
+            let is_free = |run| self.free_around(run, request.stream).is_some();
+            !stitch.is_in_use() && stitch.runs(request.size).all(is_free)
+        })
+    }
+
+    /// The free block that all of a run lies in.
+    fn free_around(&self, run: Run, stream: StreamId) -> Option<BlockId> {
+        let State { blocks, pools, .. } = &*self.state;
+        let id = pools[run.pool].lane(stream)?.free_at(run.start)?;
+        (run.end <= blocks[id].end()).then_some(id)
+    }
+
+    /// Makes the first `size` bytes of a range, which are free at home, a free block of its lane, and lends them there.
+    pub(crate) fn lend(&mut self, id: StitchId, size: u64) -> BlockId {
+        let mut runs = std::mem::take(&mut self.state.stitches.runs);
+        let mut lent = std::mem::take(&mut self.state.stitches.table[id].lent);
+        runs.extend(self.state.stitches.get(id).runs(size));
+        let stream = self.state.stitches.get(id).family.1;
+        for run in runs.drain(..) {
+            let home = self.free_around(run, stream).expect("free as was seen just now");
+            self.cut_free(home, run.start, run.end);
+            self.state.blocks[home].state = BlockState::Lent;
+            lent.push(home);
+        }
+        let State { stitches, blocks, .. } = &mut *self.state;
+        stitches.runs = runs;
+        stitches.clock += 1;
+        let stitch = &mut stitches.table[id];
+        stitch.lent = lent;
+        stitch.used = stitches.clock;
+        let start = stitch.address + stitch.start;
+        blocks.cut(stitch.block, start, start + size);
+        let block = stitch.block;
+        self.insert_free(block);
+        block
+    }
+
+    /// The block of a range is free: so are its bytes at home, and the range can be used again.
+    pub(crate) fn return_home(&mut self, id: StitchId) {
+        let mut lent = std::mem::take(&mut self.state.stitches.table[id].lent);
+        for home in lent.drain(..) {
+            self.merge_free(home);
+        }
+        let State { stitches, blocks, .. } = &mut *self.state;
+        let stitch = &mut stitches.table[id];
+        stitch.lent = lent;
+        let block = stitch.block;
+        while let Some(beside) = blocks[block].prev.or(blocks[block].next) {
+            blocks.absorb(block, beside);
+        }
+        blocks[block].state = BlockState::Shadow;
+        if stitch.retired {
+            if stitch.parts.is_empty() {
+                self.dissolve(id);
+            } else {
+                stitches.retired.push(id);
+            }
+        }
+    }
+
+    // ---- making one ----
+
+    /// The free memory that a new range could be made of: of the lane, and whole pages of its small half.
+    pub(crate) fn pieces(&self, (large, stream): Family) -> Pieces {
+        let State { pools, pages, segments, blocks, .. } = &*self.state;
+        let mut pieces = Pieces::default();
+        for pool in [large, pools.other_half(large)] {
+            let Some(lane) = pools[pool].lane(stream) else { continue };
+            let homes = lane.free().iter().map(|(_, _, id)| &blocks[id]);
+            let homes = homes.filter(|block| segments[block.segment].backing == Backing::Homes);
+            for block in homes {
+                let mut at = block.address;
+                while at < block.end() {
+                    let (home, bytes, page) = pages.page_around(at).expect("a page at home");
+                    let part = Part { page, pool, home, bytes, offset: 0 };
+                    let end = home + bytes;
+                    if home == at && end <= block.end() {
+                        pieces.whole.push(part);
+                    } else if pool == large && home == at {
+                        pieces.beginnings.push((block.end() - at, part));
+                    } else if pool == large && end <= block.end() {
+                        pieces.ends.push((end - at, part));
+                    }
+                    at = end;
+                }
+            }
+        }
+        pieces
+    }
+
+    /// Makes a range for the request, and its first bytes a free block of their lane. `fresh` are pages for what is
+    /// missing, wholly free at home.
+    pub(crate) fn stitch(
+        &mut self,
+        plan: Plan,
+        fresh: Vec<Part>,
+        request: &Request,
+        context: Context,
+    ) -> DriverResult<Option<BlockId>> {
+        let mut parts = plan.parts;
+        parts.extend(fresh);
+        let whole: u64 = parts.iter().map(|part| part.bytes).sum();
+        let end = whole + plan.beginning.map_or(0, |(free, _)| free);
+        parts.extend(plan.beginning.map(|(_, part)| part));
+        let mut bytes = 0;
+        for part in &mut parts {
+            part.offset = bytes;
+            bytes += part.bytes;
+        }
+        self.retry_ranges();
+        let Some(address) = unless_full(self.driver.reserve(bytes))? else { return Ok(None) };
+        let pages = parts.iter().map(|part| part.page);
+        if let Err(error) = self.state.pages.map_again(self.driver, address, pages) {
+            self.leave_range(address, bytes);
+            return if error.is_out_of_memory() { Ok(None) } else { Err(error) };
+        }
+        self.counters.num_device_alloc.add(1);
+        let family = (request.pool, request.stream);
+        // Its place in the table is in its segment, and the other way round.
+        let State { stitches, pools, .. } = &mut *self.state;
+        pools[request.pool].lane_or_new(request.stream, self.lanes);
+        let block = BlockId::new(0);
+        let stitch = Stitch {
+            family,
+            block,
+            address,
+            bytes,
+            parts,
+            start: plan.start,
+            end,
+            lent: Vec::new(),
+            used: 0,
+            retired: false,
+        };
+        let (pages, usable): (Vec<_>, _) =
+            (stitch.parts.iter().map(|part| part.page).collect(), stitch.usable());
+        let id = stitches.table.insert(stitch);
+        stitches.families.entry(family).or_default().insert((usable, id));
+        for page in pages {
+            stitches.of_page.entry(page).or_default().push(id);
+        }
+        stitches.count += 1;
+        stitches.addresses += bytes;
+        let backing = Backing::Stitched(id);
+        let block = self.add_segment(address, bytes, request, backing, Policy::Paged, context);
+        self.state.blocks[block].state = BlockState::Shadow;
+        self.state.stitches.table[id].block = block;
+        Ok(Some(self.lend(id, request.size)))
+    }
+
+    // ---- parting with ranges ----
+
+    /// Sees to it that one more range of this stream does not make them too many: unmaps those that were retired and
+    /// whose work is done, and retires the least recently used. False if there are too many all the same. Nothing of
+    /// the kind may be done during a capture.
+    pub(crate) fn make_room_for_range(&mut self, stream: StreamId) -> DriverResult<bool> {
+        let most_addresses = self.device.total.saturating_mul(MOST_ADDRESSES);
+        let is_too_much = |stitches: &Stitches, retired: usize, bytes: u64| {
+            stitches.count - retired >= MOST_RANGES || stitches.addresses - bytes > most_addresses
+        };
+        if !self.is_recording() {
+            while let Some(&(event, _)) = self.state.stitches.retiring.front() {
+                if !self.driver.event_query(event)? {
+                    break;
+                }
+                self.state.pending.keep_event(event);
+                let done = self.state.stitches.retiring.pop_front();
+                for id in done.into_iter().flat_map(|(_, ids)| ids) {
+                    self.dissolve(id);
+                }
+            }
+            let (mut retired, mut bytes) = self.state.stitches.going();
+            while is_too_much(&self.state.stitches, retired, bytes) {
+                let private = &self.state.pools.private;
+                // A graph may use what a private pool handed out.
+                let pools = &self.state.pools;
+                let is_kept = |pool| private.get(&pools[pool].id).is_some_and(|pool| pool.uses > 0);
+                let Some(oldest) = self.state.stitches.oldest(stream, is_kept) else { break };
+                retired += 1;
+                bytes += self.state.stitches.get(oldest).bytes;
+                self.state.stitches.retire(oldest);
+            }
+            self.wait_for_retired(stream)?;
+        }
+        let (count, addresses) = self.state.stitches.size();
+        Ok(count < 2 * MOST_RANGES && addresses < 2 * most_addresses)
+    }
+
+    /// Records an event after which the retired ranges of a stream may go.
+    fn wait_for_retired(&mut self, stream: StreamId) -> DriverResult<()> {
+        let Stitches { table, retired, .. } = &mut self.state.stitches;
+        let is_its_own = |id: &mut StitchId| table[*id].family.1 == stream;
+        let its_own: Vec<StitchId> = retired.extract_if(.., is_its_own).collect();
+        if its_own.is_empty() {
+            return Ok(());
+        }
+        match self.event_now(stream) {
+            Ok(event) => {
+                self.state.stitches.retiring.push_back((event, its_own));
+                Ok(())
+            }
+            Err(error) => {
+                self.state.stitches.retired.extend(its_own);
+                Err(error)
+            }
+        }
+    }
+
+    /// Takes a page that is free and about to go out of all ranges it is in. The work that used it must be done.
+    pub(crate) fn leave_ranges(&mut self, page: PageHandle) {
+        for id in self.state.stitches.of_page(page).to_vec() {
+            let State { stitches, pages, .. } = &mut *self.state;
+            stitches.retire(id);
+            let stitch = &mut stitches.table[id];
+            let address = stitch.address;
+            for part in stitch.parts.extract_if(.., |part| part.page == page) {
+                pages.unmap_or_stick(self.driver, address + part.offset);
+            }
+            let is_over = stitch.parts.is_empty() && !stitch.is_in_use();
+            stitches.forget_part(page, id);
+            if is_over {
+                self.dissolve(id);
+            }
+        }
+    }
+
+    /// Unmaps a range that is not in use, and gives its addresses back. Its work must be done.
+    fn dissolve(&mut self, id: StitchId) {
+        let State { stitches, pages, .. } = &mut *self.state;
+        stitches.retire(id);
+        stitches.retired.retain(|&it| it != id);
+        for (_, waiting) in &mut stitches.retiring {
+            waiting.retain(|&it| it != id);
+        }
+        let stitch = stitches.table.remove(id);
+        debug_assert!(!stitch.is_in_use());
+        stitches.count -= 1;
+        stitches.addresses -= stitch.bytes;
+        for part in &stitch.parts {
+            stitches.forget_part(part.page, id);
+            pages.unmap_or_stick(self.driver, stitch.address + part.offset);
+        }
+        let block = self.state.blocks.remove(stitch.block);
+        self.state.segments.remove(block.segment);
+        self.state.pools[block.pool].segments -= 1;
+        self.leave_range(stitch.address, stitch.bytes);
+    }
+}
