@@ -103,6 +103,7 @@ def add_callback(
 ) -> int:
     """Calls `function(device, bytes, seconds_left)` when memory runs out, on every device; returns its number."""
 
+def add_lasting_stream(stream: int) -> None: ...
 def remove_callback(number: int) -> bool: ...
 def is_callback_on(number: int) -> bool:
     """Whether a callback is there and was not switched off for taking too long."""

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterable
 from typing import Any, Literal
 
-from . import _cushion, _limits, _log, _patches, _receipts
+from . import _cushion, _limits, _log, _patches, _receipts, _streams
 
 OLDEST_TORCH = (2, 3)
 
@@ -25,7 +25,7 @@ class InstallError(RuntimeError):
 
 
 def install(
-    policy: Literal["segments", "expandable"] | None = None,
+    policy: Literal["segments", "expandable", "paged"] | None = None,
     enable_logging: bool | None = None,
     conf: str | None = None,
     *,
@@ -40,8 +40,8 @@ def install(
     `CUSHION_LOG`, `CUSHION_CONF`, `CUSHION_RECEIPTS`, `CUSHION_INJECT`, a variable for each option, and
     `PYTORCH_CUDA_ALLOC_CONF`), and else is the default. A second call only changes these settings.
 
-    :param policy: how memory is laid out: "segments", as PyTorch's classic allocator does it, or
-        "expandable", as its expandable segments
+    :param policy: how memory is laid out: "segments", as PyTorch's classic allocator does it, which is the default;
+        "expandable", as its expandable segments; or "paged", with the least waste
     :param enable_logging: whether what was installed, and every shortage, survived or refused, is said on standard
         error, through Python's logger `cushion`
     :param conf: options as `key:value,key:value`, in the syntax of `PYTORCH_CUDA_ALLOC_CONF`
@@ -125,6 +125,7 @@ def _take_over(settings: _cushion.Settings) -> None:
     # From here on there is no way back.
     _plugin = plugin
     _patches.apply(torch)
+    _streams.apply(torch)
     _limits.apply(torch)
     _receipts.apply()
     if raised != "torch.OutOfMemoryError":

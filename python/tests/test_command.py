@@ -22,11 +22,14 @@ class Command(unittest.TestCase):
 
     def test_replay_verifies_a_trace(self) -> None:
         lines = self.cushion("replay", TRACE, "--verify", "--json", "--policy", "all").splitlines()
-        segments, expandable = map(json.loads, lines)
-        self.assertEqual((segments["policy"], expandable["policy"]), ("segments", "expandable"))
+        found = [json.loads(line) for line in lines]
+        self.assertEqual([one["policy"] for one in found], ["segments", "expandable", "paged"])
+        segments, paged = found[0], found[2]
         self.assertGreater(segments["allocs"], 1000)
         self.assertEqual(segments["same_address"], segments["allocs"])
         self.assertIsNone(segments["oom"])
+        self.assertIsNone(paged["same_address"])
+        self.assertIsNone(paged["oom"])
 
     def test_replay_in_words(self) -> None:
         self.assertIn("segments", self.cushion("replay", TRACE))

@@ -49,10 +49,11 @@ class WithoutGpu(Examples):
         self.assertIn("of 20 entries 17 are kept, after 3 failures", said)
 
     def test_replay(self) -> None:
-        first, segments, expandable, _ = self.example("replay_snapshot.py", NO_GPU).splitlines()
+        first, segments, expandable, paged, _ = self.example("replay_snapshot.py", NO_GPU).splitlines()
         self.assertEqual(first, "graphs_serving.pickle.gz on 4.5GiB:")
         self.assertIn("segments: out of memory at a request of 0.40 GiB; the smallest card is 4.58 GiB", segments)
         self.assertIn("expandable: fits", expandable)
+        self.assertIn("paged: fits", paged)
 
 
 @support.needs_torch

@@ -98,7 +98,9 @@ class History(TorchCase):
         del kept
         torch.cuda.empty_cache()
         got, gone = (
-            ("segment_map", "segment_unmap") if self.policy == "expandable" else ("segment_alloc", "segment_free")
+            ("segment_map", "segment_unmap")
+            if self.policy in ("expandable", "paged")
+            else ("segment_alloc", "segment_free")
         )
         found = [(entry["action"], entry["addr"], entry["size"]) for entry in self.entries(torch)]
         found = [entry for entry in found if entry[0] != "snapshot"]
@@ -223,6 +225,12 @@ class HistoryExpandable(History):
     policy = "expandable"
 
 
+class HistoryPaged(History):
+    policy = "paged"
+    # It tells PyTorch's numbers, to the byte.
+    test_what_happened = None  # type: ignore[assignment]
+
+
 def _work(torch: Any, seed: int, before: bool) -> None:
     import random
 
@@ -286,7 +294,9 @@ class Replay(TorchCase):
         self.assertTrue(viz.segsum(snapshot))
         if hasattr(viz, "calc_active"):
             active = sum(segment["active_size"] for segment in snapshot["segments"])
-            self.assertEqual(sum(map(viz.calc_active, snapshot["segments"])), active)
+            blocks = [block for segment in snapshot["segments"] for block in segment["blocks"]]
+            pending = sum(block["size"] for block in blocks if block["state"] == "active_pending_free")
+            self.assertEqual(sum(map(viz.calc_active, snapshot["segments"])) + pending, active)
         flame = [getattr(viz, name) for name in ("segments", "memory")]
         for draw in flame:
             # Draws with a script that it fetches from the network; the lines before that are its own.
@@ -298,6 +308,19 @@ class Replay(TorchCase):
 
 class ReplayExpandable(Replay):
     policy = "expandable"
+
+
+class ReplayPaged(Replay):
+    """A trace does not tell which addresses are second ones: it is replayed, and they are not compared."""
+
+    policy = "paged"
+
+    def assert_replays(self, path: str) -> None:
+        done = support.python("-m", "cushion", "replay", path, "--json", "--policy", self.policy)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        found = json.loads(done.stdout)
+        self.assertGreater(found["allocs"], 150)
+        self.assertIsNone(found["oom"])
 
 
 if __name__ == "__main__":

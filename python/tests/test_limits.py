@@ -108,5 +108,9 @@ class LimitsExpandable(Limits):
     policy = "expandable"
 
 
+class LimitsPaged(Limits):
+    policy = "paged"
+
+
 if __name__ == "__main__":
     unittest.main()

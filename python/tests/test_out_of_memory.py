@@ -243,5 +243,9 @@ class OutOfMemoryExpandable(OutOfMemory):
     policy = "expandable"
 
 
+class OutOfMemoryPaged(OutOfMemory):
+    policy = "paged"
+
+
 if __name__ == "__main__":
     unittest.main()

@@ -128,6 +128,7 @@ class Parity(unittest.TestCase):
     """With PyTorch's classic segments."""
 
     conf = ""
+    policy = "segments"
     changes: dict[str, str | None] = {"STANDIN_CAPACITY": str(16 * GIB), "STANDIN_LENIENT": "1"}
     # With handles for other processes PyTorch asks NVML for the fabric between GPUs, and there is none here.
     changes["TORCH_CUDA_EXPANDABLE_SEGMENTS_IPC"] = "0"
@@ -137,7 +138,7 @@ class Parity(unittest.TestCase):
         both = ",".join(filter(None, [self.conf, conf]))
         changes = {**self.changes, "PYTORCH_CUDA_ALLOC_CONF": both or None}
         native = support.call(program, seed, None, fraction, changes=changes)
-        settings = {"conf": both or None}
+        settings = {"policy": self.policy, "conf": both or None}
         ours = support.call(program, seed, settings, fraction, changes=self.changes)
         course = zip(native["course"], ours["course"])
         apart = next((step for step, (theirs, mine) in enumerate(course) if theirs != mine), None)
@@ -186,6 +187,7 @@ class ParityExpandable(Parity):
     """With its expandable segments."""
 
     conf = "expandable_segments:True"
+    policy = "expandable"
 
 
 if __name__ == "__main__":

@@ -253,6 +253,10 @@ class BasicsExpandable(Basics):
     policy = "expandable"
 
 
+class BasicsPaged(Basics):
+    policy = "paged"
+
+
 @support.needs_standin
 class LastWords(unittest.TestCase):
     """Nobody is there to catch what the plug-in throws at ctypes: the process ends, and says why."""

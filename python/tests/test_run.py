@@ -100,7 +100,8 @@ class Run(unittest.TestCase):
             "--policy", "expandable", "--conf", "max_split_size_mb:64", "--log", str(program),
         )  # fmt: skip
         self.assert_prints(["segments None 0"], str(program), CUSHION_POLICY="segments", CUSHION_LOG="0")
-        self.assert_prints(["expandable None None"], "--policy=expandable", str(program), CUSHION_POLICY="segments")
+        for policy in ("segments", "expandable", "paged"):
+            self.assert_prints([f"{policy} None None"], f"--policy={policy}", str(program), CUSHION_POLICY="segments")
         other = self.write(
             "o.py", "import os; print(*(os.environ.get('CUSHION_' + n) for n in ('RECEIPTS', 'INJECT')))"
         )

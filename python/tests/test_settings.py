@@ -16,6 +16,9 @@ OPTIONS = {
     "roundup_power2_divisions": "4",
     "garbage_collection_threshold": "0.5",
     "expandable_segments": "True",
+    "paged": "True",
+    "page_mb": "32",
+    "trim_ms": "500",
     "per_process_memory_fraction": "0.25",
     "graph_capture_record_stream_reuse": "True",
     "wait_ms": "0",
@@ -48,13 +51,18 @@ class Defaults(unittest.TestCase):
 
 class Arguments(unittest.TestCase):
     def test_policy(self) -> None:
-        self.assertEqual(gather(policy="expandable").policy, "expandable")
-        self.assertEqual(gather(policy="segments").policy, "segments")
+        for policy in ("segments", "expandable", "paged"):
+            self.assertEqual(gather(policy=policy).policy, policy)
+            self.assertEqual(gather({"CUSHION_POLICY": policy}).policy, policy)
 
     def test_conf(self) -> None:
         settings = gather(conf="max_split_size_mb:64,expandable_segments:True")
         self.assertEqual(settings.policy, "expandable")
         self.assertIn("max_split_size_mb:64", settings.conf)
+        self.assertEqual(gather(conf="expandable_segments:False").policy, "segments")
+        settings = gather(conf="paged:True,page_mb:32")
+        self.assertEqual(settings.policy, "paged")
+        self.assertIn("page_mb:32", settings.conf)
 
     def test_log(self) -> None:
         self.assertTrue(gather(log=True).log)
@@ -128,6 +136,12 @@ class WhoWins(unittest.TestCase):
         environ["CUSHION_EXPANDABLE_SEGMENTS"] = "True"
         self.assertEqual(gather(environ).policy, "expandable")
         self.assertEqual(gather(environ, policy="segments").policy, "segments")
+        self.assertEqual(gather(environ, policy="paged").policy, "paged")
+        # What names PyTorch's segments chooses among them, and not `paged`.
+        self.assertEqual(gather({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}).policy, "segments")
+        self.assertEqual(gather({**environ, "CUSHION_PAGED": "True"}).policy, "paged")
+        for policy in ("segments", "expandable"):
+            self.assertEqual(gather({"CUSHION_POLICY": "paged"}, policy=policy).policy, policy)
 
     def test_sources_add_up(self) -> None:
         settings = gather(
@@ -167,6 +181,9 @@ class Errors(unittest.TestCase):
             "per_process_memory_fraction:-0.1",
             "roundup_power2_divisions:3",
             "expandable_segments:true",
+            "paged:true",
+            "page_mb:1",
+            "page_mb:1025",
             "max_split_size_mb",
             "max_split_size_mb:99999999999999999999999",
         ):

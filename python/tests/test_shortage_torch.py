@@ -511,5 +511,9 @@ class ShortageExpandable(Shortage):
     policy = "expandable"
 
 
+class ShortagePaged(Shortage):
+    policy = "paged"
+
+
 if __name__ == "__main__":
     unittest.main()

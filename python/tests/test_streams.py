@@ -95,6 +95,10 @@ class StreamsExpandable(Streams):
     policy = "expandable"
 
 
+class StreamsPaged(Streams):
+    policy = "paged"
+
+
 class StreamsOfPyTorch(Streams):
     policy = None
 
@@ -276,6 +280,15 @@ class Graphs(TorchCase):
 
 class GraphsExpandable(Graphs):
     policy = "expandable"
+
+
+class GraphsPaged(Graphs):
+    policy = "paged"
+    # These tell PyTorch's numbers, to the byte.
+    test_a_pool_of_its_own = None  # type: ignore[assignment]
+    test_several_graphs_share_a_pool = None  # type: ignore[assignment]
+    test_other_streams_work_outside_of_the_pool_meanwhile = None  # type: ignore[assignment]
+    test_snapshot_of_one_pool = None  # type: ignore[assignment]
 
 
 class GraphsOfPyTorch(Graphs):

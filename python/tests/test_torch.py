@@ -291,8 +291,8 @@ class PythonsLock(TorchCase):
         thread.join()
         self.assertTrue(done.is_set())
 
-    CALL = {"segments": "cuMemAlloc_v2", "expandable": "cuMemCreate"}
-    BACK = {"segments": "cuMemFree_v2", "expandable": "cuMemUnmap"}
+    CALL = {"segments": "cuMemAlloc_v2", "expandable": "cuMemCreate", "paged": "cuMemCreate"}
+    BACK = {"segments": "cuMemFree_v2", "expandable": "cuMemUnmap", "paged": "cuMemUnmap"}
 
     @process(timeout=30)
     def test_a_torch_operation(self) -> None:
@@ -402,6 +402,10 @@ class PythonsLock(TorchCase):
 
 class PythonsLockExpandable(PythonsLock):
     policy = "expandable"
+
+
+class PythonsLockPaged(PythonsLock):
+    policy = "paged"
 
 
 if __name__ == "__main__":

@@ -300,10 +300,10 @@ static void everybody_shares_a_gpu(void) {
 }
 
 static void the_memory_is_real(void) {
-    const char *confs[] = {"", "expandable_segments:True"};
+    const char *confs[] = {"", "expandable_segments:True", "paged:True"};
     int i;
     driver cuda = driver_open();
-    for (i = 0; i < 2; i++) {
+    for (i = 0; i < 3; i++) {
         cushion_device *device = make(confs[i]);
         void *one, *a, *b;
         CHECK(cuda.stream_create(&one, 1) == 0);

@@ -316,6 +316,12 @@ mod _cushion {
         py.detach(|| found().map(|stream| stream.0))
     }
 
+    /// A stream that is never destroyed.
+    #[pyfunction]
+    fn add_lasting_stream(py: Python<'_>, stream: u64) {
+        py.detach(|| devices().add_lasting_stream(StreamId(stream)));
+    }
+
     /// How long each request of this thread may wait, in milliseconds, and which rungs it leaves out.
     #[pyfunction]
     fn wishes() -> (Option<f64>, Vec<&'static str>) {

@@ -81,6 +81,9 @@ impl<'py> Writer<'py> {
         result.set_item("segment_type", if segment.small { "small" } else { "large" })?;
         result.set_item("segment_pool_id", (segment.pool.0, segment.pool.1))?;
         result.set_item("is_expandable", segment.paged)?;
+        if segment.stitched {
+            result.set_item("stitched", true)?;
+        }
         result.set_item("frames", self.frames(recorder::stack_of(segment.context))?)?;
         let blocks = PyList::empty(py);
         for block in &segment.blocks {

@@ -6,6 +6,7 @@
 //! CUDA does not survive a fork, and a lock may have been held by a thread that does not exist in the child: after
 //! [`Devices::after_fork`] no engine of the parent's can be reached in it.
 
+use std::collections::BTreeSet;
 use std::fmt;
 use std::io;
 use std::path::PathBuf;
@@ -13,7 +14,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use cushion_core::options::{Asked, NotOurs, OptionsError, Settings, SettingsError};
-use cushion_core::{Action, Clock, Engine, EngineConfig, Injection, Ladder, Options, Waited};
+use cushion_core::{
+    Action, Clock, Engine, EngineConfig, Injection, Ladder, LastingStreams, Options, StreamId,
+    Waited,
+};
 use cushion_cuda::CudaError;
 
 use crate::clock::SystemClock;
@@ -21,6 +25,7 @@ use crate::driver::DeviceDriver;
 use crate::fork;
 use crate::receipts::{open_receipts, stop_receipts, write_receipts};
 use crate::shortage::inject;
+use crate::trim;
 
 /// The engine of a device, a GPU or a simulated one.
 pub type DeviceEngine = Engine<DeviceDriver>;
@@ -56,6 +61,8 @@ struct Plan {
     injection_is_set: bool,
     /// What is done with every engine.
     for_each: Vec<ForEach>,
+    /// Streams that are never destroyed.
+    lasting: BTreeSet<StreamId>,
 }
 
 /// Something that is done with every engine.
@@ -129,6 +136,7 @@ impl Devices {
             injection: None,
             injection_is_set: false,
             for_each: Vec::new(),
+            lasting: BTreeSet::new(),
         };
         Self {
             engines: [const { OnceLock::new() }; MAX_DEVICES],
@@ -194,7 +202,21 @@ impl Devices {
         for ForEach(act) in &plan.for_each {
             act(&engine);
         }
+        engine.set_lasting_streams(LastingStreams::These(plan.lasting.clone()));
+        if plan.simulated.is_none() {
+            trim::begin();
+        }
         Ok(place.get_or_init(|| engine))
+    }
+
+    /// A stream that is never destroyed: free memory of it can serve other streams as soon as its work is done.
+    pub fn add_lasting_stream(&self, stream: StreamId) {
+        let Some(mut plan) = self.plan() else { return };
+        if plan.lasting.insert(stream) {
+            for (_, engine) in self.made() {
+                engine.set_lasting_streams(LastingStreams::These(plan.lasting.clone()));
+            }
+        }
     }
 
     /// Devices are simulated from now on, each with `capacity` bytes: for tests, and for trying things out where

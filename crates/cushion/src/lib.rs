@@ -117,6 +117,7 @@ mod fork;
 mod receipts;
 mod shortage;
 mod stream;
+mod trim;
 
 pub use buffer::Buffer;
 pub use clock::SystemClock;

@@ -232,7 +232,7 @@ mod tests {
 
     #[test]
     fn a_builder_takes_policies_options_and_says_what_is_wrong_with_them() {
-        for policy in [Policy::Segments, Policy::Expandable] {
+        for policy in Policy::ALL {
             let gpu = Device::builder().policy(policy).simulated(GIB);
             assert_eq!(gpu.engine().policy(), policy);
             let stream = gpu.default_stream();
