@@ -253,6 +253,8 @@ pub(crate) enum PolicyArg {
     Segments,
     /// PyTorch's expandable segments.
     Expandable,
+    /// Cushion's own: pages with second addresses.
+    Paged,
     /// Each in turn.
     All,
 }
@@ -262,6 +264,7 @@ impl PolicyArg {
         match self {
             Self::Segments => &[Policy::Segments],
             Self::Expandable => &[Policy::Expandable],
+            Self::Paged => &[Policy::Paged],
             Self::All => &Policy::ALL,
         }
     }

@@ -320,6 +320,10 @@ struct JsonDriver {
     set_access: u64,
     unmap: u64,
     release: u64,
+    /// As `num_device_alloc` of PyTorch's statistics counts them.
+    allocations: u64,
+    /// The event after which nothing is asked of the driver any more.
+    last_event: u64,
     time_us: f64,
 }
 
@@ -364,6 +368,8 @@ impl<'a> Row<'a> {
                 set_access: calls(Call::SetAccess),
                 unmap: calls(Call::Unmap),
                 release: calls(Call::Release),
+                allocations: outcome.stats.num_device_alloc,
+                last_event: outcome.last_driver_event,
                 time_us: microseconds(outcome.driver.nanos),
             },
             retries: outcome.retries,

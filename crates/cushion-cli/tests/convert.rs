@@ -97,7 +97,7 @@ mod tests {
             text(&output.stdout).replace(&path.display().to_string(), "")
         };
         let expected = replay(&original);
-        assert_eq!(expected.lines().count(), 2);
+        assert_eq!(expected.lines().count(), 3);
         for name in ["a.cushion", "a.pickle", "a.pkl", "a.pickle.gz", "a.CUSHION.gz"] {
             let path = folder.path().join(name);
             convert(&original, &path);

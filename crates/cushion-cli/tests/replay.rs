@@ -34,6 +34,7 @@ mod tests {
 trace                     policy      allocs  live peak     floor  reserved peak  excess    driver  result
 stream_offload.pickle.gz  segments      3577   9.85 GiB  9.85 GiB      12.08 GiB  1.2264   6.51 ms  fits
 stream_offload.pickle.gz  expandable    3577   9.85 GiB  9.85 GiB      10.00 GiB  1.0154  22.65 ms  fits
+stream_offload.pickle.gz  paged         3577   9.85 GiB  9.85 GiB       9.85 GiB  1.0003  15.66 ms  fits
 ";
         assert_eq!(text(&output.stdout), expected);
         assert_eq!(text(&output.stderr), "");
@@ -45,12 +46,14 @@ stream_offload.pickle.gz  expandable    3577   9.85 GiB  9.85 GiB      10.00 GiB
         let output = cushion(&["replay", "--json", &traces[0], &traces[1]]);
         assert_eq!(output.status.code(), Some(0));
         let rows = json(&output);
-        assert_eq!(rows.len(), 4);
+        assert_eq!(rows.len(), 6);
         for (row, (trace, policy)) in rows.iter().zip([
             (&traces[0], "segments"),
             (&traces[0], "expandable"),
+            (&traces[0], "paged"),
             (&traces[1], "segments"),
             (&traces[1], "expandable"),
+            (&traces[1], "paged"),
         ]) {
             assert_eq!(row["trace"], **trace);
             assert_eq!(row["policy"], policy);
@@ -103,6 +106,7 @@ stream_offload.pickle.gz  expandable    3577   9.85 GiB  9.85 GiB      10.00 GiB
 trace                     policy      allocs  live peak     floor  reserved peak  excess  smallest device    driver  result
 graphs_serving.pickle.gz  segments      3607   4.14 GiB  4.27 GiB       6.76 GiB  1.6348         4.58 GiB   6.66 ms  fits
 graphs_serving.pickle.gz  expandable    3607   4.14 GiB  4.27 GiB       4.84 GiB  1.1693         4.48 GiB  13.14 ms  fits
+graphs_serving.pickle.gz  paged         3607   4.14 GiB  4.27 GiB       4.34 GiB  1.0485         4.31 GiB   5.56 ms  fits
 ";
         assert_eq!(text(&output.stdout), expected);
         let rows = json(&cushion(&["replay", "--min-capacity", "--json", &trace]));
@@ -235,7 +239,7 @@ graphs_serving.pickle.gz  expandable    3607   4.14 GiB  4.27 GiB       4.84 GiB
         }
         // A bad file does not keep the good one from being replayed.
         let output = cushion(&["replay", &bad, &good, "--json"]);
-        assert_eq!(json(&output).len(), 2);
+        assert_eq!(json(&output).len(), 3);
         let talk = text(&output.stderr);
         assert!(talk.contains(&bad) && talk.contains("at byte 0"), "{talk}");
     }

@@ -103,13 +103,13 @@ mod tests {
         let capped = trace("llama_varlen.capped24");
         assert_eq!(
             lead(&capped, &["--capacity", "24GiB"]),
-            "On a device of 24 GiB the run fails under segments; expandable_segments:True lets it \
-             finish."
+            "On a device of 24 GiB the run fails under segments; expandable_segments:True and paged let \
+             it finish."
         );
         assert_eq!(
             lead(&trace("vision_multires"), &[]),
-            "expandable_segments:True would have saved 8.02 GiB of reserved memory (40 %); either \
-             way the run fits a 16 GB card."
+            "paged would have saved 8.10 GiB of reserved memory (40 %); either way the run fits a 16 GB \
+             card."
         );
     }
 
@@ -263,7 +263,7 @@ mod tests {
         assert_eq!(output.status.code(), Some(0));
         assert!(output.stdout.is_empty());
         let talk = String::from_utf8(output.stderr).unwrap();
-        assert!(talk.contains("graphs_serving.html (1"), "{talk}");
+        assert!(talk.contains("graphs_serving.html (2"), "{talk}");
         let first = fs::read(folder.path().join("graphs_serving.html")).unwrap();
         assert!(first.ends_with(b"</html>\n"));
         // Twice the same, byte for byte, and nothing else is left in the folder.

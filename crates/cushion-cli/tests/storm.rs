@@ -29,7 +29,7 @@ mod tests {
         assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
         assert_eq!(text(&output.stderr), "");
         let rows = json(&output);
-        assert_eq!(rows.len(), 80);
+        assert_eq!(rows.len(), 120);
         assert!(rows.iter().all(|row| row["hang"].is_null() && row["violation"].is_null()));
         let losers = rows.iter().filter(|row| row["ladder"] == "torch" && row["missing"] != 0);
         assert!(losers.count() > 20, "most runs without the ladder lose tasks");
@@ -51,7 +51,7 @@ mod tests {
         };
         let mut expected = Vec::new();
         for seed in 40..43 {
-            for policy in ["segments", "expandable"] {
+            for policy in ["segments", "expandable", "paged"] {
                 for ladder in ["torch", "graceful"] {
                     expected.push((seed, policy.to_owned(), ladder.to_owned()));
                 }
@@ -77,7 +77,7 @@ mod tests {
         assert_eq!(first, text(&storm(&args).stdout), "the same seeds, another run");
         let third = ["--seeds", "1", "--first-seed", "92", "--json"];
         let lines: Vec<&str> = first.lines().collect();
-        assert_eq!(text(&storm(&third).stdout).lines().collect::<Vec<_>>(), lines[8..12]);
+        assert_eq!(text(&storm(&third).stdout).lines().collect::<Vec<_>>(), lines[12..18]);
     }
 
     #[test]
@@ -110,7 +110,7 @@ mod tests {
         let output = storm(&[&["--real-threads", "--seeds", "2", "--json"], &shape[..]].concat());
         assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
         let rows = json(&output);
-        assert_eq!(rows.len(), 8);
+        assert_eq!(rows.len(), 12);
         assert!(rows.iter().all(|row| row["real_threads"] == true));
         assert_eq!(sum(&rows, "graceful", "missing"), 0);
     }

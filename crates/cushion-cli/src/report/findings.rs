@@ -94,9 +94,10 @@ fn on_a_device(report: &Report, capacity: u64) -> (Tone, String) {
     let fail = list(fails.iter().map(|run| run.name));
     if fails.iter().any(|run| run.recorded) {
         let fit = list(fits.iter().map(|run| setting(run)));
+        let lets = if fits.len() == 1 { "lets" } else { "let" };
         return (
             Tone::Good,
-            format!("On {size} the run fails under {fail}; {fit} lets it finish."),
+            format!("On {size} the run fails under {fail}; {fit} {lets} it finish."),
         );
     }
     let fit = list(fits.iter().map(|run| run.name));

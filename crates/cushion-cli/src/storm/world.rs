@@ -94,11 +94,11 @@ impl World {
     pub(crate) fn new(setting: Setting, clock: Arc<dyn Clock>) -> Self {
         let sim = Arc::new(SimDriver::new(SimConfig::with_capacity(setting.device)));
         let checked = Arc::new(CheckedDriver::new(Arc::clone(&sim)));
-        let options = Options {
+        let mut options = Options {
             wait_ms: u64::try_from(setting.wait.as_millis()).unwrap_or(u64::MAX),
-            expandable_segments: setting.policy == Policy::Expandable,
             ..Options::default()
         };
+        options.ask_for(setting.policy);
         let config = EngineConfig {
             options,
             ladder: setting.ladder,
