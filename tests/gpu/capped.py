@@ -4,7 +4,8 @@
 
 `llama_varlen` of `workloads.py` (a 1.1B Llama, batches of many lengths) with the memory fraction that leaves it so
 many GiB: under PyTorch's allocator it has to run out of memory, and under Cushion it has to finish, with a receipt for
-every shortage it survived. The receipts of the run under `expandable` are written to FILE.
+every shortage it survived; under `paged` there may be none. The receipts of the run under `expandable` are written to
+FILE.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ RUNS = {
     "PyTorch": (("native",), {}),
     "PyTorch, expandable": (("expandable",), {}),
     "Cushion, expandable": (("cushion", "--policy", "expandable"), {}),
+    "Cushion, paged": (("cushion", "--policy", "paged"), {}),
     "Cushion, segments with host memory": (("cushion", "--policy", "segments"), {"CUSHION_SPILL_LIMIT_MB": "16384"}),
 }
 
@@ -51,7 +53,8 @@ def body(checks: Checks, given: argparse.Namespace) -> dict:
             if name.startswith("Cushion"):
                 checks.equal(found["oom"], None, f"out of memory under {name}")
                 checks.equal(found["steps"], given.steps, f"steps under {name}")
-                checks.that(bool(survived), f"{name} has no receipt: the cap is too large")
+                if name != "Cushion, paged":
+                    checks.that(bool(survived), f"{name} has no receipt: the cap is too large")
                 checks.equal(len(shortages) - len(survived), 0, f"refusals under {name}")
             if name == "Cushion, expandable" and given.receipts:
                 Path(given.receipts).write_text(path.read_text())

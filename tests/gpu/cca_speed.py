@@ -23,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Callable
 
+from groups import POLICIES
 from harness import MIB, require_gpu
 
 # How often each line is measured where there is nobody to take turns with.
@@ -135,7 +136,7 @@ extern "C" void bump_free(void* pointer, ssize_t size, int device, cudaStream_t 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("mode", choices=MODES)
-    parser.add_argument("--policy", choices=("segments", "expandable"), help="for cushion")
+    parser.add_argument("--policy", choices=POLICIES, help="for cushion")
     parser.add_argument("--turns", action="store_true", help="measure as told on standard input")
     return parser.parse_args()
 

@@ -25,7 +25,7 @@ import torch
 facts = {
     "backend": torch.cuda.memory.get_allocator_backend(),
     "sum": torch.ones(1000, device="cuda").sum().item(),
-    "expandable": any(segment["is_expandable"] for segment in torch.cuda.memory_snapshot()),
+    "pages": any(segment["is_expandable"] for segment in torch.cuda.memory_snapshot()),
 }
 """
 
@@ -108,7 +108,7 @@ def run(checks: Checks, policy: str, program: str, **more: str) -> tuple[list[st
     if "backend" in facts:
         checks.equal(facts["backend"], "pluggable", "the allocator")
         checks.equal(facts["sum"], 1000.0, "a sum after the block")
-        checks.equal(facts["expandable"], policy == "expandable", "whether segments are expandable")
+        checks.equal(facts["pages"], policy != "segments", "whether pages are behind segments")
     return lines[:-1], facts, done.stderr
 
 

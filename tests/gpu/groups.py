@@ -1,13 +1,13 @@
 """What there is to run: groups of jobs, each job one program in a process of its own.
 
-A group takes well under eight minutes on an NVIDIA H200.
+A group takes a few minutes on an NVIDIA H200, `shortages` a quarter of an hour.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-POLICIES = ("segments", "expandable")
+POLICIES = ("segments", "expandable", "paged")
 
 WORKLOADS = (
     "gpt2_train",
@@ -27,10 +27,11 @@ MODES = {
     "expandable": ("expandable",),
     "cushion segments": ("cushion", "--policy", "segments"),
     "cushion expandable": ("cushion", "--policy", "expandable"),
+    "cushion paged": ("cushion", "--policy", "paged"),
 }
 
-# Which of PyTorch's a mode of Cushion's is compared with.
-TWINS = {"cushion segments": "native", "cushion expandable": "expandable"}
+# Which of PyTorch's a mode of Cushion's is compared with; `paged` has none of its kind: the one that wastes less.
+TWINS = {"cushion segments": "native", "cushion expandable": "expandable", "cushion paged": "expandable"}
 
 # What is run as an example.
 EXAMPLES = ("../../examples/python", "../../gpu-kit/examples")
@@ -115,6 +116,14 @@ def tests() -> list[Group]:
         Group("doors", "programs written for other allocators", for_policies(["doors"], 240, ("blocks.py",))),
         Group("examples", "every example, and the C interface", for_policies(["examples"], 400, EXAMPLES)),
         Group("shortages", "what runs out of memory, and lives", shortages()),
+        Group(
+            "waste",
+            "almost none with `paged`, and the same when the run is replayed",
+            tuple(
+                Job(f"replayed {name}", ("replayed.py", "--policy", "paged", name), 240, runs=("workloads.py",))
+                for name in WORKLOADS
+            ),
+        ),
         Group("snapshot", "recorded, and replayed address by address", for_policies(["snapshot"], 240)),
     ]
 
@@ -129,7 +138,7 @@ def benches(rounds: int) -> list[Group]:
         for name in WORKLOADS
     ]
     # It has rounds of its own, short ones.
-    speed = Job("speed", ("speed.py",), 500, runs=("cca_speed.py",))
+    speed = Job("speed", ("speed.py",), 600, runs=("cca_speed.py",))
     return [*groups, Group("speed", "what a malloc and a free cost the CPU", (speed,))]
 
 

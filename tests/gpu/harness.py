@@ -22,13 +22,12 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+from groups import POLICIES
 from outcome import last_json
 
 KIB = 1 << 10
 MIB = 1 << 20
 GIB = 1 << 30
-
-POLICIES = ("segments", "expandable", "native")
 
 
 def say(text: str) -> None:
@@ -154,7 +153,7 @@ def consistent(checks: Checks, policy: str) -> None:
 def parser(description: str | None) -> argparse.ArgumentParser:
     """The arguments every program takes."""
     new = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    new.add_argument("--policy", choices=POLICIES, default="segments")
+    new.add_argument("--policy", choices=(*POLICIES, "native"), default="paged")
     return new
 
 

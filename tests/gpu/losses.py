@@ -13,13 +13,13 @@ import json
 import sys
 import time
 
-from groups import MODES, Job
+from groups import MODES, POLICIES, Job
 from harness import require_gpu, say
 from run import run_jobs
 
 TRAINED = ("gpt2_train", "llama_varlen", "vision_multires")
 NATIVE = [f"native {number}" for number in range(1, 5)]
-CUSHION = {"segments": "cushion segments", "expandable": "cushion expandable"}
+CUSHION = {policy: f"cushion {policy}" for policy in POLICIES}
 RUNS = {**dict.fromkeys(NATIVE, "native"), **CUSHION}
 STEPS = 12
 

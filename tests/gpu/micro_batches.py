@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 
+from groups import POLICIES
 from harness import GIB, Checks, itself, main, parser, require_gpu, say
 
 BATCH, LENGTH, VOCABULARY = 32, 512, 4000
@@ -70,7 +71,7 @@ def body(checks: Checks, given: argparse.Namespace) -> dict:
     cap = native[0]["peak_gib"] * 0.7
     apart = max(losses) - min(losses)
     reached = []
-    for policy in ("segments", "expandable"):
+    for policy in POLICIES:
         ours = itself("--train", policy, "--steps", str(given.steps), "--cap-gib", str(cap))
         say(f"native {losses}, {policy} {ours}")
         checks.that(

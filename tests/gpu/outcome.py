@@ -316,10 +316,11 @@ NOTES = {
     "test": "Each row is one program of `tests/gpu`, whose first lines say what it does, in its own process.",
     "bench": (
         "Modes take turns, every second round backwards. *native* and *expandable* are PyTorch's allocator\n"
-        "without and with `expandable_segments:True`; Cushion's two policies are compared with them in that\n"
-        "order. Items per second are medians over the rounds; *best of each* compares the fastest rounds: what\n"
-        "disturbs a run only slows it, so where rounds of one mode lie far apart that says more. Peak reserved\n"
-        "is in bytes, and `=` says that it is that of PyTorch's allocator of the same kind, to the byte.\n\n"
+        "without and with `expandable_segments:True`; Cushion's `segments` is compared with the first, its\n"
+        "`expandable` and `paged` with the second. Items per second are medians over the rounds; *best of each*\n"
+        "compares the fastest rounds: what disturbs a run only slows it, so where rounds of one mode lie far apart\n"
+        "that says more. Peak reserved is in bytes, and `=` says that it is that of the one compared with, to the\n"
+        "byte.\n\n"
         "Nanoseconds are medians of turns of a few hundredths of a second that the modes take side by side;\n"
         "Cushion's share is the median of those of each round, and in brackets is the middle half of them."
     ),

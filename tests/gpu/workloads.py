@@ -24,6 +24,7 @@ import sys
 import time
 from collections.abc import Callable
 
+from groups import POLICIES
 from harness import GIB, MIB, require_gpu
 
 MODES = {
@@ -38,7 +39,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=WORKLOADS)
     parser.add_argument("mode", choices=MODES)
-    parser.add_argument("--policy", choices=("segments", "expandable"), help="for cushion")
+    parser.add_argument("--policy", choices=POLICIES, help="for cushion")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--trace")
     parser.add_argument("--stacks", action="store_true", help="stacks in the trace")

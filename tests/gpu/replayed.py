@@ -1,0 +1,63 @@
+"""Almost no waste: `paged` on a real workload, and its own trace replayed without a GPU.
+
+    python tests/gpu/replayed.py [--policy P] NAME [--steps 12]
+
+The workload of `workloads.py` runs with its history recorded. Peak reserved over peak live has to be within the bar for
+that workload, by `torch.cuda.memory_stats()`; what the driver says is in use beyond that is told. Then the trace of that
+very run is replayed on the simulated device: peak reserved and the number of times the driver was asked for memory have to
+agree.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+from harness import GIB, MIB, Checks, child, main, parser, require_gpu, say, workload
+
+# Peak reserved over peak live, at most.
+BARS = {
+    "gpt2_train": 1.008,
+    "llama_varlen": 1.02,
+    "vision_multires": 1.008,
+    "stream_offload": 1.005,
+    "generate": 1.025,
+    "graphs_serving": 1.06,
+}
+
+
+def body(checks: Checks, given: argparse.Namespace) -> dict:
+    with tempfile.TemporaryDirectory() as folder:
+        trace = str(Path(folder) / f"{given.name}.pickle.gz")
+        steps = ("--steps", str(given.steps))
+        real = workload(given.name, "cushion", "--policy", given.policy, *steps, "--trace", trace)
+        say(f"{given.name}: {real}")
+        command = [sys.executable, "-m", "cushion", "replay", "--policy", given.policy, "--json", trace]
+        done = child(command)
+        checks.equal(done.returncode, 0, f"replay: {done.stderr[-300:]}")
+        replayed = json.loads(done.stdout.splitlines()[-1])
+    excess = real["peak_reserved"] / real["peak_requested"]
+    if given.policy == "paged":
+        checks.at_most(excess, BARS[given.name], "peak reserved over peak live")
+    apart = replayed["reserved_peak_bytes"] - real["peak_reserved"]
+    # Which stream is done at which moment is the device's secret.
+    allowed = 0 if given.name in ("gpt2_train", "llama_varlen", "vision_multires", "generate") else 64 * MIB
+    checks.at_most(abs(apart), allowed, "bytes between the peak and its replay")
+    if allowed == 0:
+        checks.equal(replayed["driver"]["allocations"], real["driver"], "times the driver was asked")
+    return {
+        "told": f"excess {excess:.4f} ({real['peak_reserved'] / GIB:.2f} GiB reserved), {real['driver']} times asked of the "
+        f"driver; replayed {replayed['excess']:.4f} and {replayed['driver']['allocations']}; beyond it in use "
+        f"{(real['device_used'] - real['peak_reserved']) / MIB:.0f} MiB"
+    }
+
+
+if __name__ == "__main__":
+    require_gpu()
+    options = parser(__doc__)
+    options.add_argument("name", choices=BARS)
+    options.add_argument("--steps", type=int, default=12)
+    main(body, options, uses_gpu=False)
