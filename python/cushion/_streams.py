@@ -1,7 +1,7 @@
 """Streams that PyTorch never destroys: free memory of one can serve another as soon as its work is done.
 
-Those that `torch.cuda.Stream()` makes come from a pool that lasts as long as the process. One that was made elsewhere, and
-only wrapped, may be destroyed at any time: nothing is said of those.
+Those that `torch.cuda.Stream()` makes come from a pool that lasts as long as the process. One that was made elsewhere,
+and only wrapped, may be destroyed at any time: nothing is said of those.
 """
 
 from typing import Any

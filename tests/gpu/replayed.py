@@ -2,10 +2,10 @@
 
     python tests/gpu/replayed.py [--policy P] NAME [--steps 12]
 
-The workload of `workloads.py` runs with its history recorded. Peak reserved over peak live has to be within the bar for
-that workload, by `torch.cuda.memory_stats()`; what the driver says is in use beyond that is told. Then the trace of that
-very run is replayed on the simulated device: peak reserved and the number of times the driver was asked for memory have to
-agree.
+The workload of `workloads.py` runs with its history recorded. Peak reserved over peak live has to be within the bar
+for that workload, by `torch.cuda.memory_stats()`; what the driver says is in use beyond that is told. Then the trace
+of that very run is replayed on the simulated device: peak reserved and the number of times the driver was asked for
+memory have to agree.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def body(checks: Checks, given: argparse.Namespace) -> dict:
     if allowed == 0:
         checks.equal(replayed["driver"]["allocations"], real["driver"], "times the driver was asked")
     return {
-        "told": f"excess {excess:.4f} ({real['peak_reserved'] / GIB:.2f} GiB reserved), {real['driver']} times asked of the "
-        f"driver; replayed {replayed['excess']:.4f} and {replayed['driver']['allocations']}; beyond it in use "
+        "told": f"excess {excess:.4f} ({real['peak_reserved'] / GIB:.2f} GiB reserved), {real['driver']} times asked "
+        f"of the driver; replayed {replayed['excess']:.4f} and {replayed['driver']['allocations']}; beyond it in use "
         f"{(real['device_used'] - real['peak_reserved']) / MIB:.0f} MiB"
     }
 
