@@ -148,7 +148,7 @@ impl<D: Driver> Locked<'_, D> {
     /// The block of a lane that may be borrowed for a request, if its stream is not at work.
     fn lendable(&self, there: &Request, lend: Lend) -> Option<Found> {
         let policy = self.state.policy;
-        let found = self.find(there, policy)?;
+        let found = self.find_best(there, policy)?;
         if let Found::Block(id) = found
             && lend == Lend::Whole
         {

@@ -17,6 +17,7 @@ use crate::future::AllocFuture;
 use crate::history::{Action, Context, Entry, History};
 use crate::homes::Homes;
 use crate::ladder::Ladder;
+use crate::layout::Layout;
 use crate::locked::{Asked, Attempt, Locked, State};
 use crate::options::{NotOurs, Options, OptionsError};
 use crate::owner::{self, Owner};
@@ -130,6 +131,7 @@ impl<D: Driver> Engine<D> {
             pages: PageTable::default(),
             stitches: Stitches::default(),
             homes: Homes::default(),
+            layout: Layout::default(),
             live: FxHashMap::default(),
             pending: Pending::default(),
             recording: Vec::new(),

@@ -40,6 +40,11 @@ pub(crate) struct Homes {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Found {
     Block(BlockId),
+    /// Out of a free block, what begins at this address.
+    Piece {
+        block: BlockId,
+        address: u64,
+    },
     /// A range stitched before.
     Range(StitchId),
 }

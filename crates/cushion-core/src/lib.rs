@@ -45,6 +45,7 @@ mod history;
 mod homes;
 mod inject;
 mod ladder;
+mod layout;
 mod locked;
 mod owner;
 mod pages;

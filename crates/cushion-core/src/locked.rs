@@ -12,6 +12,7 @@ use crate::history::{Action, Context, Entry, History};
 use crate::homes::{Found, Homes};
 use crate::inject::{Injected, Injection};
 use crate::ladder::{Ladder, Rung};
+use crate::layout::Layout;
 use crate::options::Options;
 use crate::owner::{self, Owner, Wishes};
 use crate::pages::PageTable;
@@ -38,6 +39,7 @@ pub(crate) struct State {
     pub(crate) pages: PageTable,
     pub(crate) stitches: Stitches,
     pub(crate) homes: Homes,
+    pub(crate) layout: Layout,
     /// Blocks handed out, by address.
     pub(crate) live: FxHashMap<u64, BlockId>,
     pub(crate) pending: Pending,
@@ -271,6 +273,16 @@ impl<D: Driver> Locked<'_, D> {
 
     /// What serves a request without the driver: a free block, or what the policy makes of several.
     pub(crate) fn find(&self, request: &Request, policy: Policy) -> Option<Found> {
+        if policy.rules().stitches()
+            && let Some(found) = self.served_before(request)
+        {
+            return Some(found);
+        }
+        self.find_best(request, policy)
+    }
+
+    /// As [`find`](Self::find), wherever it was served before.
+    pub(crate) fn find_best(&self, request: &Request, policy: Policy) -> Option<Found> {
         match self.choose(request, policy) {
             Some(block) => Some(Found::Block(block)),
             None if policy.rules().stitches() => self.look_again(request),
@@ -304,8 +316,18 @@ impl<D: Driver> Locked<'_, D> {
     ) -> u64 {
         let id = match found {
             Found::Block(id) => id,
+            Found::Piece { block, address } => {
+                if self.state.blocks[block].address != address {
+                    self.cut_free(block, address, address + request.size);
+                    self.insert_free(block);
+                }
+                block
+            }
             Found::Range(range) => self.lend(range, request.size),
         };
+        if policy.rules().stitches() {
+            self.remember(request, id);
+        }
         let view = self.state.view(self.device);
         let block = &view.blocks[id];
         let small = self.state.pools[block.pool].small;
@@ -359,7 +381,7 @@ impl<D: Driver> Locked<'_, D> {
         block.context = context;
         block.owner = request.owner;
         let (size, pool) = (block.size, block.pool);
-        lane.stats().activated(size);
+        lane.activated(address, size);
         self.state.live.insert(address, id);
         if Self::is_spill(pool) {
             self.counters.spilled_allocation.increase(1);
@@ -421,7 +443,7 @@ impl<D: Driver> Locked<'_, D> {
         let block = &self.state.blocks[id];
         debug_assert!(block.state == BlockState::Pending && block.events == 0);
         let (size, requested, stream) = (block.size, block.requested, block.stream);
-        let pool = block.pool;
+        let (address, pool) = (block.address, block.pool);
         if Self::is_spill(pool) {
             self.give_back_spill(id);
             return;
@@ -436,7 +458,7 @@ impl<D: Driver> Locked<'_, D> {
                 self.count_split_change(id, small, merged, merged_bytes);
             }
         }
-        self.state.pools[pool].lane_mut(stream).stats().deactivated(size);
+        self.state.pools[pool].lane_mut(stream).deactivated(address, size);
         self.counters.active.decrease(small, 1);
         self.counters.active_bytes.decrease(small, size);
         self.counters.requested_bytes.decrease(small, requested);

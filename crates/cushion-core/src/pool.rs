@@ -6,9 +6,11 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
+use std::hash::BuildHasher;
 use std::ops::{Index, IndexMut};
 use std::sync::Arc;
 
+use rustc_hash::FxBuildHasher;
 use serde::{Deserialize, Serialize};
 
 use crate::block::BlockId;
@@ -46,6 +48,8 @@ pub(crate) struct Lane {
     unmapped: BTreeMap<u64, BlockId>,
     /// How often a block joined the free ones.
     frees: u64,
+    /// What is live in it, and where, in one number.
+    live: u64,
     stats: Arc<LaneStats>,
 }
 
@@ -116,6 +120,23 @@ impl Lane {
         self.frees
     }
 
+    /// A block is handed out.
+    pub(crate) fn activated(&mut self, address: u64, size: u64) {
+        self.stats.activated(size);
+        self.live ^= FxBuildHasher.hash_one((address, size));
+    }
+
+    /// A block that was handed out is free.
+    pub(crate) fn deactivated(&mut self, address: u64, size: u64) {
+        self.stats.deactivated(size);
+        self.live ^= FxBuildHasher.hash_one((address, size));
+    }
+
+    /// What is live, and where, in one number.
+    pub(crate) fn live(&self) -> u64 {
+        self.live
+    }
+
     pub(crate) fn stats(&self) -> &LaneStats {
         &self.stats
     }
@@ -150,6 +171,7 @@ impl Pool {
             by_address: None,
             unmapped: BTreeMap::new(),
             frees: 0,
+            live: 0,
             stats: lanes.open(stream, self.id, self.small),
         })
     }

@@ -75,7 +75,7 @@ impl<D: Driver> Locked<'_, D> {
         self.state.segments.remove(block.segment);
         let pool = &mut self.state.pools[block.pool];
         pool.segments -= 1;
-        pool.lane_mut(block.stream).stats().deactivated(block.size);
+        pool.lane_mut(block.stream).deactivated(block.address, block.size);
         if self.state.pages.unmap(self.driver, block.address).is_err() {
             self.state.pages.stick(block.address);
         }

@@ -277,11 +277,18 @@ impl<D: Driver> Locked<'_, D> {
         let stitches = &self.state.stitches;
         let family = (request.pool, request.stream);
         let ranges = stitches.families.get(&family)?.range((request.size, Id::new(0))..);
-        ranges.map(|&(_, id)| id).find(|&id| {
-            let stitch = stitches.get(id);
-            let is_free = |run| self.free_around(run, request.stream).is_some();
-            !stitch.is_in_use() && stitch.runs(request.size).all(is_free)
-        })
+        ranges.map(|&(_, id)| id).find(|&id| self.can_lend(id, request))
+    }
+
+    /// Whether the first `request.size` bytes of a range, if it is still there, can be handed out.
+    pub(crate) fn can_lend(&self, id: StitchId, request: &Request) -> bool {
+        let Some(stitch) = self.state.stitches.table.get(id) else { return false };
+        let is_free = |run| self.free_around(run, request.stream).is_some();
+        stitch.family == (request.pool, request.stream)
+            && stitch.usable() >= request.size
+            && !stitch.retired
+            && !stitch.is_in_use()
+            && stitch.runs(request.size).all(is_free)
     }
 
     /// The free block that all of a run lies in.

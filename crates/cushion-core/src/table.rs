@@ -48,6 +48,11 @@ impl<T> Ord for Id<T> {
         self.place.cmp(&other.place)
     }
 }
+impl<T> std::hash::Hash for Id<T> {
+    fn hash<H: std::hash::Hasher>(&self, state: &mut H) {
+        self.place.hash(state);
+    }
+}
 impl<T> std::fmt::Debug for Id<T> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "#{}", self.place)
@@ -71,6 +76,10 @@ impl<T> Table<T> {
 
     pub(crate) fn remove(&mut self, id: Id<T>) -> T {
         self.0.remove(id.key())
+    }
+
+    pub(crate) fn get(&self, id: Id<T>) -> Option<&T> {
+        self.0.get(id.key())
     }
 
     /// Everything, in order of place.
