@@ -84,14 +84,18 @@ impl<D: Driver> Locked<'_, D> {
         context: Context,
     ) -> DriverResult<Option<u64>> {
         // What is borrowed is freed by an event on the stream that asks: it must be there then. The default stream does
-        // not borrow: it carries the main work, and would wait for its own memory.
-        if self.state.pools[request.pool].id != PoolId::DEFAULT
+        // not borrow: it carries the main work, and would wait for its own memory. Neither does a stream that runs
+        // beside others: whether they are done is then a matter of chance, and each would grow for the other's sake.
+        let pool = &self.state.pools[request.pool];
+        let is_shared = pool.lane(request.stream).is_some_and(|lane| lane.is_shared);
+        if pool.id != PoolId::DEFAULT
             || !self.lasts(request.stream)
             || request.stream == StreamId(0)
+            || is_shared
         {
             return Ok(None);
         }
-        let streams = self.state.pools[request.pool].lanes().map(|(stream, _)| stream);
+        let streams = pool.lanes().map(|(stream, _)| stream);
         let others: Vec<_> = streams.filter(|&it| it != request.stream).collect();
         for stream in others {
             let lane = (request.pool, stream);
@@ -179,8 +183,10 @@ impl<D: Driver> Locked<'_, D> {
             return Ok(None);
         }
         let address = self.hand_out(found, policy, &there, context);
-        let noted = self.record_stream(address, request.stream);
-        debug_assert!(noted.is_ok(), "handed out a moment ago");
+        if stream != request.stream {
+            let id = self.state.live[&address];
+            self.note_use(id, request.stream);
+        }
         Ok(Some(address))
     }
 }

@@ -87,16 +87,23 @@ impl Pending {
 }
 
 impl<D: Driver> Locked<'_, D> {
-    /// Notes that `stream` uses a block of another stream.
+    /// A program says that `stream` uses the block at `address`.
     pub(crate) fn record_stream(
         &mut self,
         address: u64,
         stream: StreamId,
     ) -> Result<(), AddressError> {
         let id = *self.state.live.get(&address).ok_or(AddressError::Unknown { address })?;
-        if self.state.blocks[id].stream == stream {
-            return Ok(());
+        let block = &self.state.blocks[id];
+        if block.stream != stream {
+            self.state.pools[block.pool].lane_mut(block.stream).is_shared = true;
+            self.note_use(id, stream);
         }
+        Ok(())
+    }
+
+    /// Notes that `stream` uses a block of another stream.
+    pub(crate) fn note_use(&mut self, id: BlockId, stream: StreamId) {
         // PyTorch takes every use while allocations go to a private pool for one in a capture. In a
         // pool of the user's own it is not, and the work would go unwaited for: ask the driver. A
         // driver that will not say means a wait too many at worst.
@@ -114,7 +121,6 @@ impl<D: Driver> Locked<'_, D> {
             // A use from before the capture keeps its event.
             in_capture.push(stream);
         }
-        Ok(())
     }
 
     /// Frees a block that other streams used, once they are done with it.

@@ -50,6 +50,8 @@ pub(crate) struct Lane {
     frees: u64,
     /// What is live in it, and where, in one number.
     live: u64,
+    /// Whether other streams work on its blocks, so that it and they run side by side.
+    pub(crate) is_shared: bool,
     stats: Arc<LaneStats>,
 }
 
@@ -172,6 +174,7 @@ impl Pool {
             unmapped: BTreeMap::new(),
             frees: 0,
             live: 0,
+            is_shared: false,
             stats: lanes.open(stream, self.id, self.small),
         })
     }
