@@ -78,11 +78,7 @@ impl<D: Driver> Locked<'_, D> {
 
     /// Serves a request of the default pool from memory of the same class that another stream is done with, as far as
     /// that can be told without waiting. Must not be called during a capture.
-    pub(crate) fn borrow_idle(
-        &mut self,
-        request: &Request,
-        context: Context,
-    ) -> DriverResult<Option<u64>> {
+    pub(crate) fn borrow_idle(&mut self, request: &Request, context: Context) -> Option<u64> {
         // What is borrowed is freed by an event on the stream that asks: it must be there then. The default stream does
         // not borrow: it carries the main work, and would wait for its own memory. Neither does a stream that runs
         // beside others: whether they are done is then a matter of chance, and each would grow for the other's sake.
@@ -93,19 +89,16 @@ impl<D: Driver> Locked<'_, D> {
             || request.stream == StreamId(0)
             || is_shared
         {
-            return Ok(None);
+            return None;
         }
         let streams = pool.lanes().map(|(stream, _)| stream);
         let others: Vec<_> = streams.filter(|&it| it != request.stream).collect();
-        for stream in others {
+        // A driver that will not say whether a stream is done means growing at worst.
+        others.into_iter().find_map(|stream| {
             let lane = (request.pool, stream);
-            let served =
-                self.borrow_from(lane, request, Lend::Pieces, &Drained::default(), context)?;
-            if served.is_some() {
-                return Ok(served);
-            }
-        }
-        Ok(None)
+            let drained = Drained::default();
+            self.borrow_from(lane, request, Lend::Pieces, &drained, context).ok().flatten()
+        })
     }
 
     /// Whether free memory of another stream would serve the request once that stream is done with its work.

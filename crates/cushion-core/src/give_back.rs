@@ -580,7 +580,7 @@ impl<D: Driver> Locked<'_, D> {
     }
 
     /// Gives back the addresses of a segment with no page in it.
-    fn unreserve(&mut self, id: BlockId) -> DriverResult<()> {
+    pub(crate) fn unreserve(&mut self, id: BlockId) -> DriverResult<()> {
         let block = &self.state.blocks[id];
         let (address, size, pool) = (block.address, block.size, block.pool);
         let (stream, segment) = (block.stream, block.segment);

@@ -16,13 +16,15 @@ impl<D: Driver> Locked<'_, D> {
         &mut self,
         request: &Request,
         policy: Policy,
+        may_borrow: bool,
         context: Context,
     ) -> DriverResult<Option<u64>> {
-        if policy.rules().stitches()
+        if may_borrow
+            && policy.rules().stitches()
             && !request.small
             && !self.is_recording()
             && self.growing_passes_high_water(request)
-            && let Some(address) = self.borrow_idle(request, context)?
+            && let Some(address) = self.borrow_idle(request, context)
         {
             return Ok(Some(address));
         }
@@ -177,15 +179,24 @@ impl<D: Driver> Locked<'_, D> {
         context: Context,
     ) -> DriverResult<bool> {
         let block = &self.state.blocks[id];
-        let sizes = match self.state.segments[block.segment].backing {
-            Backing::Pages { page_size } => vec![page_size; pages_in(bytes, page_size)],
+        let lane = (block.pool, block.stream);
+        match self.state.segments[block.segment].backing {
+            Backing::Pages { page_size } => {
+                let sizes = vec![page_size; pages_in(bytes, page_size)];
+                self.map_pages(id, &sizes, context)
+            }
             Backing::Homes => {
                 let most = block.size.min(self.may_grow_by());
-                self.sizes_of_fresh_pages((block.pool, block.stream), bytes, most)
+                let sizes = self.sizes_of_fresh_pages(lane, bytes, most);
+                if self.map_pages(id, &sizes, context)? {
+                    return Ok(true);
+                }
+                // Whole ones are more than the device has: then what is missing, and no more.
+                let least = self.sizes_of_fresh_pages(lane, bytes, 0);
+                Ok(least != sizes && self.map_pages(id, &least, context)?)
             }
             Backing::Plain | Backing::Stitched(_) => unreachable!("only pages come and go"),
-        };
-        self.map_pages(id, &sizes, context)
+        }
     }
 
     /// Puts pages of these sizes behind an unmapped block, from its beginning on; false if memory ran out.

@@ -24,6 +24,9 @@ const LEAST_PIECE: u64 = 20;
 /// What mapping a page is worth, in bytes that are not asked for: about 30 µs.
 const PRICE_OF_MAPPING: u64 = MIB;
 
+/// Addresses for homes are cut to this part where fewer will do.
+const FEWER_ADDRESSES: u64 = 16;
+
 /// What growing goes by.
 #[derive(Debug, Default)]
 pub(crate) struct Homes {
@@ -170,7 +173,7 @@ impl<D: Driver> Locked<'_, D> {
         let (sizes, limit) = (&self.state.options, self.page_limit());
         self.state.homes.is_tight = PageSizes::are_cut(sizes, self.reserved(), limit);
         if stitches && self.state.homes.is_tight {
-            self.split_free_pages((request.pool, request.stream));
+            self.split_for_range(request);
         }
         if !stitches || !self.state.homes.has_loaded || !self.growing_passes_high_water(request) {
             let grown = self.grow_at_home(request, policy, context)?;
@@ -178,7 +181,7 @@ impl<D: Driver> Locked<'_, D> {
                 return Ok(grown);
             }
         }
-        if !self.make_room_for_range(request.stream)? {
+        if !self.make_room_for_range(request.stream) {
             return self.grow_at_home(request, policy, context);
         }
         let at_home = self.room_at_home(request).map_or(request.size, |room| room.missing);
@@ -214,7 +217,7 @@ impl<D: Driver> Locked<'_, D> {
         fresh.saturating_add(mappings.saturating_mul(PRICE_OF_MAPPING))
     }
 
-    fn whole_units(&self, bytes: u64) -> u64 {
+    pub(crate) fn whole_units(&self, bytes: u64) -> u64 {
         round_up(bytes, self.device.granularity).unwrap_or(u64::MAX)
     }
 
@@ -244,27 +247,18 @@ impl<D: Driver> Locked<'_, D> {
         policy: Policy,
         context: Context,
     ) -> DriverResult<Option<BlockId>> {
-        let Some(Room { start, missing }) = self.room_or_new(request, policy, context)? else {
-            return Ok(None);
-        };
-        let most = self.may_grow_by();
-        if round_up(missing, self.device.granularity).is_none_or(|missing| missing > most) {
+        let room = self.room_at_home(request);
+        let missing = room.map_or(request.size, |room| room.missing);
+        if self.whole_units(missing) > self.may_grow_by() {
             return Ok(None);
         }
-        self.extend(start, request.size, context)
-    }
-
-    fn room_or_new(
-        &mut self,
-        request: &Request,
-        policy: Policy,
-        context: Context,
-    ) -> DriverResult<Option<Room>> {
-        if let Some(room) = self.room_at_home(request) {
-            return Ok(Some(room));
+        if let Some(Room { start, .. }) = room {
+            return self.extend(start, request.size, context);
         }
-        let made = self.new_homes(request, policy, context)?;
-        Ok(made.map(|start| Room { start, missing: request.size }))
+        let Some(start) = self.new_homes(request, policy, context)? else { return Ok(None) };
+        let grown = self.extend(start, request.size, context);
+        self.leave_if_unused(start);
+        grown
     }
 
     /// A range of addresses for homes, with no page so far.
@@ -274,16 +268,31 @@ impl<D: Driver> Locked<'_, D> {
         policy: Policy,
         context: Context,
     ) -> DriverResult<Option<BlockId>> {
-        // Room for more than the device, so that what is given back low down leaves room higher up.
-        let room = self.device.total.saturating_add(self.device.total / 8);
-        let bytes = round_up(room.max(request.size), self.device.granularity);
-        let Some(bytes) = bytes else { return Ok(None) };
-        let made = self.paged_segment(bytes, Backing::Homes, request, policy, context)?;
-        if made.is_some() {
-            let pool = &mut self.state.pools[request.pool];
-            pool.lane_mut(request.stream).keep_by_address();
+        // Room for more than the device, so that what is given back low down leaves room higher up; for small requests
+        // a part of it, since there can be many streams. Where addresses run out, less will do.
+        let most = self.device.total.saturating_add(self.device.total / 8);
+        let rooms = [most, most / FEWER_ADDRESSES, 0];
+        for room in &rooms[usize::from(request.small)..] {
+            let Some(bytes) = round_up(request.size.max(*room), self.device.granularity) else {
+                return Ok(None);
+            };
+            let made = self.paged_segment(bytes, Backing::Homes, request, policy, context)?;
+            if made.is_some() {
+                let pool = &mut self.state.pools[request.pool];
+                pool.lane_mut(request.stream).keep_by_address();
+                return Ok(made);
+            }
         }
-        Ok(made)
+        Ok(None)
+    }
+
+    /// Gives the addresses of new homes back, if no page came to them.
+    fn leave_if_unused(&mut self, id: BlockId) {
+        let block = &self.state.blocks[id];
+        if !block.is_mapped() && !block.is_split() {
+            // A driver that will not take them leaves them for the next time.
+            let _ = self.unreserve(id);
+        }
     }
 
     /// Fresh pages, wholly free, at the end of the lane's homes; `None` if memory ran out.
@@ -310,22 +319,24 @@ impl<D: Driver> Locked<'_, D> {
                 backing == Backing::Homes && block.size >= bytes
             })
         };
-        let target = match unmapped(self) {
-            Some(target) => target,
-            None => match self.new_homes(&wanted, policy, context)? {
-                Some(target) => target,
-                None => return Ok(None),
-            },
-        };
-        let address = self.state.blocks[target].address;
-        let sizes = self.sizes_of_fresh_pages((request.pool, request.stream), bytes, bytes);
-        if !self.map_pages(target, &sizes, context)? {
+        let there = unmapped(self);
+        let Some(target) =
+            there.map_or_else(|| self.new_homes(&wanted, policy, context), |it| Ok(Some(it)))?
+        else {
             return Ok(None);
+        };
+        let (address, segment) =
+            (self.state.blocks[target].address, self.state.blocks[target].segment);
+        let sizes = self.sizes_of_fresh_pages((request.pool, request.stream), bytes, bytes);
+        let mapped = self.map_pages(target, &sizes, context);
+        if !matches!(mapped, Ok(true)) {
+            self.leave_if_unused(target);
+            return mapped.map(|_| None);
         }
         let mut home = address;
         let parts = sizes.iter().map(|&bytes| {
             let (_, _, page) = self.state.pages.page_around(home).expect("mapped just now");
-            let part = Part { page, pool: request.pool, home, bytes, offset: 0 };
+            let part = Part { page, pool: request.pool, segment, home, bytes, offset: 0 };
             home += bytes;
             part
         });

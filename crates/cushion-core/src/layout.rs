@@ -13,7 +13,7 @@ use rustc_hash::FxBuildHasher;
 use crate::block::BlockId;
 use crate::driver::{Driver, StreamId};
 use crate::homes::Found;
-use crate::locked::{Locked, State};
+use crate::locked::Locked;
 use crate::policy::Request;
 use crate::pool::PoolIndex;
 use crate::segment::Backing;
@@ -81,12 +81,9 @@ impl<D: Driver> Locked<'_, D> {
         let lane = self.state.pools[request.pool].lane(request.stream)?;
         match self.state.layout.place(self.moment(request)?)? {
             Place::Home(address) => {
-                let State { blocks, pools, .. } = &*self.state;
                 let id = lane.free_at(address)?;
-                let block = &blocks[id];
-                let fits = address + request.size <= block.end();
-                let is_whole = !pools.is_no_split(request.pool) || block.size == request.size;
-                (fits && is_whole).then_some(Found::Piece { block: id, address })
+                let fits = address + request.size <= self.state.blocks[id].end();
+                fits.then_some(Found::Piece { block: id, address })
             }
             Place::Range(range) => self.can_lend(range, request).then_some(Found::Range(range)),
         }
@@ -106,7 +103,7 @@ impl<D: Driver> Locked<'_, D> {
 
     /// What now is, in the lane of a request.
     fn moment(&self, request: &Request) -> Option<Moment> {
-        if request.small || self.state.options.max_split_size.is_some() {
+        if request.small {
             return None;
         }
         let lane = self.state.pools[request.pool].lane(request.stream)?;

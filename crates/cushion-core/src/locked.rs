@@ -183,7 +183,8 @@ impl<D: Driver> Locked<'_, D> {
             // Memory may have to be given back before the driver is asked.
             return Ok(None);
         }
-        let served = self.serve_new(&request, policy, context)?;
+        let may_borrow = !self.state.options.skip_rungs.contains(Rung::Borrow);
+        let served = self.serve_new(&request, policy, may_borrow, context)?;
         if served.is_some() {
             self.counters.misses.add(1);
         }
@@ -333,7 +334,7 @@ impl<D: Driver> Locked<'_, D> {
         let small = self.state.pools[block.pool].small;
         let splits = block.size > request.size
             && policy.rules().splits(view, block, request.size, small)
-            && !self.state.pools.is_no_split(block.pool);
+            && (policy.rules().stitches() || !self.state.pools.is_no_split(block.pool));
         self.take(id, splits, request, context)
     }
 

@@ -4,13 +4,13 @@
 //! Splitting costs driver calls, and needs the work on the page to be done: where it is not, the page stays as it is.
 
 use crate::block::BlockId;
-use crate::driver::{Driver, StreamId};
+use crate::driver::Driver;
 use crate::history::{Action, Context};
 use crate::homes::Found;
 use crate::locked::Locked;
 use crate::pages::PageUse;
 use crate::policy::Request;
-use crate::pool::{PoolId, PoolIndex};
+use crate::pool::PoolId;
 use crate::segment::Backing;
 
 impl<D: Driver> Locked<'_, D> {
@@ -31,36 +31,45 @@ impl<D: Driver> Locked<'_, D> {
         }
         let most = self.largest_page((request.pool, request.stream));
         let (page, bytes, _) = self.state.pages.page_around(taken).expect("a page at home");
+        let keep = self.whole_units(taken - page);
         let is_pinned = page < taken && page >= start && page + bytes <= end;
-        is_pinned
-            && bytes > most
-            && !self.is_recording()
-            && self.is_idle(request.stream).unwrap_or(false)
-            && self.split(id, page, most)
+        if !is_pinned || bytes <= most || keep >= bytes || self.is_recording() {
+            return false;
+        }
+        if !self.is_idle(request.stream).unwrap_or(false) {
+            // Not asked for again before the next miss: a stream that is at work stays so for a while.
+            self.state.homes.is_tight = false;
+            return false;
+        }
+        self.split(id, page, keep)
     }
 
-    /// Splits all pages of a lane that are wholly free and larger than fresh ones would be.
+    /// Splits the page that a new range for a request would take only a part of.
     #[cold]
-    pub(crate) fn split_free_pages(&mut self, (pool, stream): (PoolIndex, StreamId)) {
-        let most = self.largest_page((pool, stream));
-        let pages = self.pieces((pool, stream)).large_pages(most);
-        if pages.is_empty()
-            || self.state.pools[pool].id != PoolId::DEFAULT
+    pub(crate) fn split_for_range(&mut self, request: &Request) {
+        let most = self.largest_page((request.pool, request.stream));
+        let pieces = self.pieces((request.pool, request.stream));
+        let Some((page, keep)) = pieces.plan(request.size, 0).taken_in_part(request.size) else {
+            return;
+        };
+        let keep = self.whole_units(keep);
+        if page.bytes <= most
+            || keep >= page.bytes
+            || self.state.pools[request.pool].id != PoolId::DEFAULT
             || self.is_recording()
-            || !self.is_idle(stream).unwrap_or(false)
+            || !self.is_idle(request.stream).unwrap_or(false)
         {
             return;
         }
-        for (pool, home) in pages {
-            let lane = self.state.pools[pool].lane(stream);
-            if let Some(id) = lane.and_then(|lane| lane.free_at(home)) {
-                self.split(id, home, most);
-            }
+        let lane = self.state.pools[page.pool].lane(request.stream);
+        if let Some(id) = lane.and_then(|lane| lane.free_at(page.home)) {
+            self.split(id, page.home, keep);
         }
     }
 
-    /// Puts pages of `most` bytes in the place of one at `home`, which lies in a free block; whether something changed.
-    fn split(&mut self, id: BlockId, home: u64, most: u64) -> bool {
+    /// Puts two pages, the first of `keep` bytes, in the place of one at `home`, which lies in a free block; whether
+    /// something changed.
+    fn split(&mut self, id: BlockId, home: u64, keep: u64) -> bool {
         let (_, bytes, page) = self.state.pages.page_around(home).expect("a page at home");
         let block = &self.state.blocks[id];
         let (pool, stream) = (block.pool, block.stream);
@@ -70,11 +79,11 @@ impl<D: Driver> Locked<'_, D> {
             return true;
         }
         self.counters.num_device_free.add(1);
-        let mut sizes = vec![most; usize::try_from(bytes / most).unwrap_or(0)];
-        sizes.extend((bytes % most > 0).then_some(bytes % most));
+        let sizes = [keep, bytes - keep];
         let mapped = self.state.pages.map_fresh(self.driver, home, &sizes, PageUse::of(small));
-        self.counters.num_device_alloc.add(1);
-        if mapped.is_err() {
+        if mapped.is_ok() {
+            self.counters.num_device_alloc.add(1);
+        } else {
             // Somebody else was faster: the memory is gone, and the addresses are free for other pages.
             self.mark_unmapped(id, home, home + bytes);
             self.counters.reserved_by_private.decrease(private, small, bytes);

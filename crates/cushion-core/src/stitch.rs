@@ -17,7 +17,7 @@ use crate::history::Context;
 use crate::locked::{Locked, State};
 use crate::policy::{Policy, Request};
 use crate::pool::PoolIndex;
-use crate::segment::Backing;
+use crate::segment::{Backing, SegmentId};
 use crate::table::{Id, Table};
 
 /// A range, by its place in the table.
@@ -26,7 +26,7 @@ pub(crate) type StitchId = Id<Stitch>;
 /// Whose memory it is: a range joins pages of one lane.
 pub(crate) type Family = (PoolIndex, StreamId);
 
-/// How many ranges there are at most, those of private pools in use apart: the least recently used make room.
+/// How many ranges a stream has at most, those of private pools in use apart: the least recently used make room.
 const MOST_RANGES: usize = 1024;
 
 /// How many times the device's memory the addresses of all ranges may be.
@@ -56,8 +56,9 @@ pub(crate) struct Stitch {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Part {
     pub(crate) page: PageHandle,
-    /// The pool that its home is in.
+    /// The pool and the segment that its home is in.
     pub(crate) pool: PoolIndex,
+    pub(crate) segment: SegmentId,
     /// Its home.
     pub(crate) home: u64,
     pub(crate) bytes: u64,
@@ -85,10 +86,11 @@ pub(crate) struct Stitches {
     runs: Vec<Run>,
 }
 
-/// Bytes that lie together at home.
+/// Bytes that lie together at home, in one segment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Run {
     pool: PoolIndex,
+    segment: SegmentId,
     start: u64,
     end: u64,
 }
@@ -100,13 +102,16 @@ impl Stitch {
         let mut parts = self.parts.iter().filter_map(move |part| {
             let (start, end) = (from.max(part.offset), to.min(part.offset + part.bytes));
             let home = |offset: u64| part.home + (offset - part.offset);
-            (start < end).then(|| Run { pool: part.pool, start: home(start), end: home(end) })
+            let &Part { pool, segment, .. } = part;
+            (start < end).then(|| Run { pool, segment, start: home(start), end: home(end) })
         });
         let mut next = parts.next();
         std::iter::from_fn(move || {
             let mut run = next.take()?;
             next = parts.next();
-            while let Some(more) = next.filter(|it| (it.pool, it.start) == (run.pool, run.end)) {
+            while let Some(more) =
+                next.filter(|it| (it.segment, it.start) == (run.segment, run.end))
+            {
                 run.end = more.end;
                 next = parts.next();
             }
@@ -142,11 +147,17 @@ impl Stitches {
         self.of_page.get(&page).map_or(&[], Vec::as_slice)
     }
 
-    /// How many ranges are on their way, and how many addresses they take.
-    fn going(&self) -> (usize, u64) {
+    /// How many addresses ranges on their way take.
+    fn going(&self) -> u64 {
         let waiting = self.retiring.iter().flat_map(|(_, ids)| ids);
-        let going = waiting.chain(&self.retired);
-        going.fold((0, 0), |(count, bytes), &id| (count + 1, bytes + self.table[id].bytes))
+        waiting.chain(&self.retired).map(|&id| self.table[id].bytes).sum()
+    }
+
+    /// How many ranges of a stream may be used again, but for those that are kept.
+    fn count_of(&self, stream: StreamId, is_kept: impl Fn(PoolIndex) -> bool) -> usize {
+        let families = self.families.iter();
+        let its_own = families.filter(|((pool, of), _)| *of == stream && !is_kept(*pool));
+        its_own.map(|(_, ranges)| ranges.len()).sum()
     }
 
     /// The range is not to be used again.
@@ -210,6 +221,15 @@ pub(crate) struct Pieces {
 }
 
 impl Plan {
+    /// The page, free as a whole, that `size` bytes would take only a part of, and how much.
+    pub(crate) fn taken_in_part(&self, size: u64) -> Option<(Part, u64)> {
+        let whole = if self.start > 0 { self.parts.get(1..)? } else { &self.parts[..] };
+        let last = whole.last().filter(|_| self.beginning.is_none())?;
+        let usable = self.parts.iter().map(|part| part.bytes).sum::<u64>() - self.start;
+        let rest = usable.checked_sub(size).filter(|&rest| rest > 0)?;
+        Some((*last, last.bytes.checked_sub(rest)?))
+    }
+
     /// How many pages it maps again.
     pub(crate) fn pages(&self) -> usize {
         self.parts.len() + usize::from(self.beginning.is_some())
@@ -225,12 +245,6 @@ impl Pieces {
         };
         let end = largest(&self.ends, None);
         [end, largest(&self.beginnings, end.map(|(_, part)| part.page))]
-    }
-
-    /// The pool and the home of each page that is wholly free and larger than `most`.
-    pub(crate) fn large_pages(&self, most: u64) -> Vec<(PoolIndex, u64)> {
-        let large = self.whole.iter().filter(|part| part.bytes > most);
-        large.map(|part| (part.pool, part.home)).collect()
     }
 
     /// Bytes of the largest free end and the largest free beginning.
@@ -338,11 +352,7 @@ impl<D: Driver> Locked<'_, D> {
         }
         blocks[block].state = BlockState::Shadow;
         if stitch.retired {
-            if stitch.parts.is_empty() {
-                self.dissolve(id);
-            } else {
-                stitches.retired.push(id);
-            }
+            stitches.retired.push(id);
         }
     }
 
@@ -354,13 +364,15 @@ impl<D: Driver> Locked<'_, D> {
         let mut pieces = Pieces::default();
         for pool in [large, pools.other_half(large)] {
             let Some(lane) = pools[pool].lane(stream) else { continue };
-            let homes = lane.free().iter().map(|(_, _, id)| &blocks[id]);
+            // There can be very many small blocks, of which none has a whole page in it.
+            let least = if pool == large { 0 } else { self.device.granularity };
+            let homes = lane.free().at_least(least).map(|id| &blocks[id]);
             let homes = homes.filter(|block| segments[block.segment].backing == Backing::Homes);
             for block in homes {
                 let mut at = block.address;
                 while at < block.end() {
                     let (home, bytes, page) = pages.page_around(at).expect("a page at home");
-                    let part = Part { page, pool, home, bytes, offset: 0 };
+                    let part = Part { page, pool, segment: block.segment, home, bytes, offset: 0 };
                     let end = home + bytes;
                     if home == at && end <= block.end() {
                         pieces.whole.push(part);
@@ -395,7 +407,9 @@ impl<D: Driver> Locked<'_, D> {
             part.offset = bytes;
             bytes += part.bytes;
         }
-        self.retry_ranges();
+        if !self.is_recording() {
+            self.retry_ranges();
+        }
         let Some(address) = unless_full(self.driver.reserve(bytes))? else { return Ok(None) };
         let pages = parts.iter().map(|part| part.page);
         if let Err(error) = self.state.pages.map_again(self.driver, address, pages) {
@@ -439,39 +453,49 @@ impl<D: Driver> Locked<'_, D> {
     // ---- parting with ranges ----
 
     /// Sees to it that one more range of this stream does not make them too many: unmaps those that were retired and
-    /// whose work is done, and retires the least recently used. False if there are too many all the same. Nothing of
-    /// the kind may be done during a capture.
-    pub(crate) fn make_room_for_range(&mut self, stream: StreamId) -> DriverResult<bool> {
+    /// whose work is done, and retires the least recently used of the stream. False if there are too many all the same,
+    /// or the driver fails. Nothing of the kind may be done during a capture.
+    pub(crate) fn make_room_for_range(&mut self, stream: StreamId) -> bool {
         let most_addresses = self.device.total.saturating_mul(MOST_ADDRESSES);
-        let is_too_much = |stitches: &Stitches, retired: usize, bytes: u64| {
-            stitches.count - retired >= MOST_RANGES || stitches.addresses - bytes > most_addresses
-        };
-        if !self.is_recording() {
-            while let Some(&(event, _)) = self.state.stitches.retiring.front() {
-                if !self.driver.event_query(event)? {
-                    break;
-                }
-                self.state.pending.keep_event(event);
-                let done = self.state.stitches.retiring.pop_front();
-                for id in done.into_iter().flat_map(|(_, ids)| ids) {
-                    self.dissolve(id);
-                }
+        if !self.is_recording() && self.dissolve_retired().is_ok() {
+            // A graph may use what a private pool handed out.
+            let State { pools, stitches, .. } = &mut *self.state;
+            let is_kept =
+                |pool| pools.private.get(&pools[pool].id).is_some_and(|pool| pool.uses > 0);
+            let (mut count, going) = (stitches.count_of(stream, is_kept), stitches.going());
+            let mut addresses = stitches.addresses - going;
+            while count >= MOST_RANGES || addresses > most_addresses {
+                let Some(oldest) = stitches.oldest(stream, is_kept) else { break };
+                count -= 1;
+                addresses -= stitches.get(oldest).bytes;
+                stitches.retire(oldest);
             }
-            let (mut retired, mut bytes) = self.state.stitches.going();
-            while is_too_much(&self.state.stitches, retired, bytes) {
-                let private = &self.state.pools.private;
-                // A graph may use what a private pool handed out.
-                let pools = &self.state.pools;
-                let is_kept = |pool| private.get(&pools[pool].id).is_some_and(|pool| pool.uses > 0);
-                let Some(oldest) = self.state.stitches.oldest(stream, is_kept) else { break };
-                retired += 1;
-                bytes += self.state.stitches.get(oldest).bytes;
-                self.state.stitches.retire(oldest);
+            if self.wait_for_retired(stream).is_err() {
+                return false;
             }
-            self.wait_for_retired(stream)?;
         }
-        let (count, addresses) = self.state.stitches.size();
-        Ok(count < 2 * MOST_RANGES && addresses < 2 * most_addresses)
+        let stitches = &self.state.stitches;
+        stitches.count_of(stream, |_| false) < 2 * MOST_RANGES
+            && stitches.addresses / 2 < most_addresses
+    }
+
+    /// Unmaps ranges that were retired and whose work is done.
+    fn dissolve_retired(&mut self) -> DriverResult<()> {
+        let mut waiting = std::mem::take(&mut self.state.stitches.retiring);
+        let mut failed = Ok(());
+        while let Some((event, ids)) = waiting.pop_front() {
+            match self.driver.event_query(event) {
+                Ok(true) => {
+                    self.state.pending.keep_event(event);
+                    ids.into_iter().for_each(|id| self.dissolve(id));
+                    continue;
+                }
+                Ok(false) => {}
+                Err(error) => failed = Err(error),
+            }
+            self.state.stitches.retiring.push_back((event, ids));
+        }
+        failed
     }
 
     /// Records an event after which the retired ranges of a stream may go.
@@ -504,8 +528,9 @@ impl<D: Driver> Locked<'_, D> {
             for part in stitch.parts.extract_if(.., |part| part.page == page) {
                 pages.unmap_or_stick(self.driver, address + part.offset);
             }
-            let is_over = stitch.parts.is_empty() && !stitch.is_in_use();
+            let is_over = stitch.parts.is_empty();
             stitches.forget_part(page, id);
+            self.counters.num_device_free.add(1);
             if is_over {
                 self.dissolve(id);
             }
@@ -522,6 +547,7 @@ impl<D: Driver> Locked<'_, D> {
         }
         let stitch = stitches.table.remove(id);
         debug_assert!(!stitch.is_in_use());
+        self.counters.num_device_free.add(u64::from(!stitch.parts.is_empty()));
         stitches.count -= 1;
         stitches.addresses -= stitch.bytes;
         for part in &stitch.parts {

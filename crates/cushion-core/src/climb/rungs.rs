@@ -441,7 +441,9 @@ impl<D: Driver> Locked<'_, D> {
     /// Serves the request from memory that the driver gives now.
     pub(super) fn serve_new_to(&mut self, climb: &Climb) -> DriverResult<Option<u64>> {
         let request = self.request_of(climb);
-        self.serve_new(&request, self.state.policy, climb.asked.context)
+        // What is asked for ahead has to be the stream's own.
+        let may_borrow = !climb.asked.ahead && !climb.options.skip_rungs.contains(Rung::Borrow);
+        self.serve_new(&request, self.state.policy, may_borrow, climb.asked.context)
     }
 
     /// Borrows, unless that rung is switched off, or what is borrowed would not help.

@@ -5,7 +5,7 @@
 //! there is free memory enough, pieces of it get a second address side by side: they are stitched (see
 //! [`crate::stitch`]). Only what is missing then is asked of the driver.
 
-use super::{GiveBack, Request, Rules, Source, View, is_oversized_for};
+use super::{GiveBack, Request, Rules, Source, View};
 use crate::block::{Block, BlockId};
 use crate::options::Options;
 use crate::pool::Lane;
@@ -20,9 +20,8 @@ impl Rules for Paged {
         true
     }
 
-    fn choose(&self, view: View<'_>, lane: &Lane, size: u64) -> Option<BlockId> {
-        let best = lane.free().at_least(size).next()?;
-        (!is_oversized_for(view.options, view.blocks[best].size, size)).then_some(best)
+    fn choose(&self, _view: View<'_>, lane: &Lane, size: u64) -> Option<BlockId> {
+        lane.free().at_least(size).next()
     }
 
     fn splits(&self, _view: View<'_>, block: &Block, size: u64, _small: bool) -> bool {
