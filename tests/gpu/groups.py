@@ -142,6 +142,12 @@ def benches(rounds: int) -> list[Group]:
     return [*groups, Group("speed", "what a malloc and a free cost the CPU", (speed,))]
 
 
+def only(policy: str) -> None:
+    """From here on, nothing is measured of Cushion's but this policy."""
+    for mode in [mode for mode in TWINS if mode != f"cushion {policy}"]:
+        del MODES[mode], TWINS[mode]
+
+
 def of_kind(kind: str, rounds: int) -> list[Group]:
     return tests() if kind == "test" else benches(rounds)
 

@@ -3,9 +3,9 @@
     python tests/gpu/replayed.py [--policy P] NAME [--steps 12]
 
 The workload of `workloads.py` runs with its history recorded. Peak reserved over peak live has to be within the bar
-for that workload, by `torch.cuda.memory_stats()`; what the driver says is in use beyond that is told. Then the trace
-of that very run is replayed on the simulated device: peak reserved and the number of times the driver was asked for
-memory have to agree.
+for that workload, by `torch.cuda.memory_stats()` and by `torch.cuda.mem_get_info()`, from which what is left after
+`empty_cache` and is not reserved is taken away. Then the trace of that very run is replayed on the simulated device:
+peak reserved and the number of times the driver was asked for memory have to agree.
 """
 
 from __future__ import annotations
@@ -40,8 +40,10 @@ def body(checks: Checks, given: argparse.Namespace) -> dict:
         checks.equal(done.returncode, 0, f"replay: {done.stderr[-300:]}")
         replayed = json.loads(done.stdout.splitlines()[-1])
     excess = real["peak_reserved"] / real["peak_requested"]
+    by_driver = (real["device_used"] - real["not_ours"]) / real["peak_requested"]
     if given.policy == "paged":
         checks.at_most(excess, BARS[given.name], "peak reserved over peak live")
+        checks.at_most(by_driver, BARS[given.name], "what the driver says is in use, over peak live")
     apart = replayed["reserved_peak_bytes"] - real["peak_reserved"]
     # Which stream is done at which moment is the device's secret.
     allowed = 0 if given.name in ("gpt2_train", "llama_varlen", "vision_multires", "generate") else 64 * MIB
@@ -50,8 +52,8 @@ def body(checks: Checks, given: argparse.Namespace) -> dict:
         checks.equal(replayed["driver"]["allocations"], real["driver"], "times the driver was asked")
     return {
         "told": f"excess {excess:.4f} ({real['peak_reserved'] / GIB:.2f} GiB reserved), {real['driver']} times asked "
-        f"of the driver; replayed {replayed['excess']:.4f} and {replayed['driver']['allocations']}; beyond it in use "
-        f"{(real['device_used'] - real['peak_reserved']) / MIB:.0f} MiB"
+        f"of the driver, {by_driver:.4f} by the driver's own count; "
+        f"replayed {replayed['excess']:.4f} and {replayed['driver']['allocations']}"
     }
 
 

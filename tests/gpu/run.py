@@ -27,7 +27,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import outcome
-from groups import Group, Job, chosen, of_kind
+from groups import POLICIES, Group, Job, chosen, of_kind, only
 from outcome import Outcome
 
 HERE = Path(__file__).resolve().parent
@@ -272,6 +272,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--group", action="append", default=[], metavar="NAME", help="may be given again")
     parser.add_argument("--list", action="store_true", help="say what groups there are")
     parser.add_argument("--rounds", type=int, default=3, help="of each workload of bench, 3 unless told")
+    parser.add_argument("--policy", choices=POLICIES, help="of Cushion's, bench measures this one alone")
     again = parser.add_mutually_exclusive_group()
     again.add_argument("--resume", action="store_true", help="go on from what is recorded; the default")
     again.add_argument("--fresh", action="store_true", help="forget what is recorded of the groups chosen")
@@ -284,11 +285,14 @@ def told(given: argparse.Namespace) -> str:
     words = ["python tests/gpu/run.py", given.kind]
     words += [f"--group {name}" for name in given.group]
     words += [f"--rounds {given.rounds}"] if given.kind == "bench" and given.rounds != 3 else []
+    words += [f"--policy {given.policy}"] if given.kind == "bench" and given.policy else []
     return " ".join(words)
 
 
 def main(arguments: list[str]) -> int:
     given = parse(arguments)
+    if given.policy and given.kind == "bench":
+        only(given.policy)
     groups = of_kind(given.kind, given.rounds)
     try:
         selected = chosen(groups, given.group)

@@ -80,6 +80,12 @@ class Groups(unittest.TestCase):
         order = [outcome.mode_of(group, job) for job in group.jobs]
         self.assertEqual(order, [*groups.MODES, *reversed(groups.MODES)])
 
+    def test_one_policy_alone(self):
+        with mock.patch.dict(groups.MODES), mock.patch.dict(groups.TWINS):
+            groups.only("paged")
+            self.assertEqual(list(groups.MODES), ["native", "expandable", "cushion paged"])
+            self.assertEqual(len(groups.benches(2)[0].jobs), 6)
+
     def test_commands_of_measuring_programs(self):
         jobs = {job.key: job.command for group in groups.benches(1) for job in group.jobs}
         self.assertEqual(

@@ -345,6 +345,13 @@ def memory_figures() -> dict:
     }
 
 
+def used_by_others() -> int:
+    """What is in use on the device and is not the allocator's: the context, kernels, other programs."""
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    return total - free - torch.cuda.memory_reserved()
+
+
 def write_trace(path: str, stacks: bool) -> dict:
     snapshot = torch.cuda.memory._snapshot()
     dropped = ["compile_context", "user_metadata"] + ([] if stacks else ["frames"])
@@ -391,6 +398,7 @@ def main(given: argparse.Namespace) -> None:
     result.update(memory_figures())
     if given.trace:
         result.update(write_trace(given.trace, given.stacks))
+    result["not_ours"] = used_by_others()
     print(json.dumps(result), flush=True)
 
 
