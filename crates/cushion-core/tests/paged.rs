@@ -1,0 +1,419 @@
+//! What users of the policy `paged` rely on.
+
+mod common;
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use cushion_core::driver::{Call, FailWhen, Fault};
+    use cushion_core::size::{GIB, MIB};
+    use cushion_core::{
+        CheckedDriver, Engine, EngineConfig, LastingStreams, Options, SimConfig, SimDriver,
+        StreamId,
+    };
+
+    use crate::common::*;
+
+    const PAGED: &str = "paged:True";
+    const ALL: [&str; 3] = ["paged:False", EXPANDABLE, PAGED];
+
+    type Checked = Engine<Arc<CheckedDriver<Arc<SimDriver>>>>;
+
+    /// An engine whose driver is watched, and the simulated device behind it.
+    fn checked(mib: u64, conf: &str) -> (Checked, Arc<SimDriver>) {
+        let sim = Arc::new(SimDriver::new(SimConfig::with_capacity(mib * MIB)));
+        let driver = Arc::new(CheckedDriver::new(Arc::clone(&sim)));
+        let options = Options::parse(conf).unwrap().options;
+        (Engine::with_config(driver, EngineConfig { options, ..EngineConfig::default() }), sim)
+    }
+
+    /// Allocates and frees until the program counts as loaded: until it has freed more than it has live.
+    fn load<D: cushion_core::Driver>(gpu: &Engine<D>, bytes: u64) {
+        let live = gpu.stats().active_bytes.all.current;
+        for _ in 0..=live / bytes + 1 {
+            let block = gpu.alloc(bytes, S0).unwrap();
+            gpu.free(block).unwrap();
+        }
+    }
+
+    /// Frees every second block, and returns the others.
+    fn free_every_second<D: cushion_core::Driver>(gpu: &Engine<D>, blocks: &[u64]) -> Vec<u64> {
+        let (freed, kept): (Vec<_>, Vec<_>) =
+            blocks.iter().enumerate().partition(|(index, _)| index % 2 == 0);
+        freed.into_iter().for_each(|(_, &block)| gpu.free(block).unwrap());
+        kept.into_iter().map(|(_, &block)| block).collect()
+    }
+
+    // ---- repeating steps ----
+
+    /// One step of a program: what it allocates and what it frees, in an order that only `seed` knows.
+    fn step(gpu: &Checked, seed: u64) {
+        let mut random = seed;
+        let mut next = |below: u64| {
+            random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            (random >> 33) % below
+        };
+        let mut live = Vec::new();
+        for _ in 0..200 {
+            if next(5) < 2 && !live.is_empty() {
+                let index = usize::try_from(next(live.len() as u64)).unwrap();
+                gpu.free(live.swap_remove(index)).unwrap();
+            }
+            let size = if next(8) == 0 { (40 + next(400)) * MIB } else { MIB + next(30 * MIB) };
+            live.push(gpu.alloc(size, S0).unwrap());
+        }
+        live.into_iter().for_each(|block| gpu.free(block).unwrap());
+        gpu.check_invariants().unwrap();
+    }
+
+    #[test]
+    fn a_step_that_repeats_itself_asks_nothing_of_the_driver() {
+        for seed in 1..=20 {
+            let (gpu, _) = checked(64 * 1024, PAGED);
+            let _weights: Vec<u64> =
+                (0..50).map(|n| gpu.alloc((1 + n % 7) * 10 * MIB, S0).unwrap()).collect();
+            step(&gpu, seed);
+            // What the first step leaves lies where the next one had its memory.
+            let _state: Vec<u64> =
+                (0..30).map(|n| gpu.alloc((1 + n % 5) * 9 * MIB, S0).unwrap()).collect();
+            step(&gpu, seed);
+            let before = gpu.driver_changes();
+            (0..3).for_each(|_| step(&gpu, seed));
+            assert_eq!(gpu.driver_changes(), before, "from the third step on, seed {seed}");
+        }
+    }
+
+    #[test]
+    fn steps_of_two_kinds_are_both_remembered() {
+        let (gpu, _) = checked(64 * 1024, PAGED);
+        for seed in [1, 2, 1, 2] {
+            step(&gpu, seed);
+        }
+        let before = gpu.driver_changes();
+        for seed in [2, 1, 1, 2] {
+            step(&gpu, seed);
+        }
+        assert_eq!(gpu.driver_changes(), before);
+    }
+
+    // ---- stitched ranges ----
+
+    #[test]
+    fn free_pieces_serve_one_large_request_and_again_without_a_driver_call() {
+        let (gpu, sim) = checked(2048, "paged:True,page_mb:16");
+        let blocks: Vec<u64> = (0..12).map(|_| gpu.alloc(64 * MIB, S0).unwrap()).collect();
+        load(&gpu, 64 * MIB);
+        let _kept = free_every_second(&gpu, &blocks);
+        let held = sim.held();
+        let large = gpu.alloc(200 * MIB, S0).unwrap();
+        assert_eq!(sim.held(), held, "no memory is asked for");
+        assert_eq!(gpu.page_figures().ranges, 1);
+        assert_eq!(gpu.stats().reserved_bytes.all.current, held, "every page counts once");
+        gpu.check_invariants().unwrap();
+        gpu.free(large).unwrap();
+        let calls = sim.counts().total();
+        let again = gpu.alloc(200 * MIB, S0).unwrap();
+        assert_eq!((again, sim.counts().total()), (large, calls));
+        // While it is in use, its bytes are nobody else's.
+        let other = gpu.alloc(300 * MIB, S0).unwrap();
+        assert!(sim.held() > held);
+        [again, other].into_iter().for_each(|block| gpu.free(block).unwrap());
+        gpu.check_invariants().unwrap();
+    }
+
+    #[test]
+    fn a_block_of_a_range_that_another_stream_uses_is_free_when_that_is_done() {
+        let (gpu, sim) = checked(2048, "paged:True,page_mb:16");
+        let blocks: Vec<u64> = (0..12).map(|_| gpu.alloc(64 * MIB, S0).unwrap()).collect();
+        load(&gpu, 64 * MIB);
+        let _kept = free_every_second(&gpu, &blocks);
+        let large = gpu.alloc(200 * MIB, S0).unwrap();
+        sim.launch(S1);
+        gpu.record_stream(large, S1).unwrap();
+        gpu.free(large).unwrap();
+        assert!(!gpu.would_hit(200 * MIB, S0), "its work is not done");
+        let others: Vec<u64> = (0..6)
+            .filter(|_| gpu.would_hit(64 * MIB, S0))
+            .map(|_| gpu.alloc(64 * MIB, S0).unwrap())
+            .collect();
+        assert!(others.len() < 6, "its bytes are not free at home either");
+        others.into_iter().for_each(|block| gpu.free(block).unwrap());
+        sim.finish_all();
+        gpu.process_events().unwrap();
+        assert!(gpu.would_hit(200 * MIB, S0));
+        gpu.check_invariants().unwrap();
+    }
+
+    /// Makes so many ranges of growing sizes out of every second page of 2 MiB, while the stream is at work.
+    fn many_ranges(gpu: &Checked, sim: &SimDriver, stream: StreamId, ranges: usize) -> Vec<u64> {
+        load(gpu, 4 * MIB);
+        let blocks: Vec<u64> = (0..1400).map(|_| gpu.alloc(2 * MIB, stream).unwrap()).collect();
+        load(gpu, 2 * MIB);
+        let kept = free_every_second(gpu, &blocks);
+        sim.launch(stream);
+        let mut made = 0;
+        for pages in 2.. {
+            let count = (690 / pages).min(ranges - made);
+            let bytes = pages as u64 * 2 * MIB;
+            let all: Vec<u64> = (0..count).map(|_| gpu.alloc(bytes, stream).unwrap()).collect();
+            all.into_iter().for_each(|block| gpu.free(block).unwrap());
+            made += count;
+            if made == ranges {
+                break;
+            }
+        }
+        kept
+    }
+
+    #[test]
+    fn old_ranges_go_when_there_are_many_and_their_work_is_done() {
+        let (gpu, sim) = checked(16 * 1024, "paged:True,page_mb:2");
+        let kept = many_ranges(&gpu, &sim, S0, 1200);
+        assert!(gpu.page_figures().ranges > 1024, "the stream is at work on them");
+        sim.finish_all();
+        let more = gpu.alloc(1300 * MIB, S0).unwrap();
+        assert!(gpu.page_figures().ranges <= 1025, "{:?}", gpu.page_figures());
+        gpu.check_invariants().unwrap();
+        gpu.free(more).unwrap();
+        kept.into_iter().for_each(|block| gpu.free(block).unwrap());
+        gpu.empty_cache().unwrap();
+        assert_eq!((sim.held(), gpu.page_figures().ranges), (0, 0));
+    }
+
+    #[test]
+    fn ranges_of_one_stream_do_not_keep_another_from_having_some() {
+        for ranges in [900, 1040] {
+            let (gpu, sim) = checked(16 * 1024, "paged:True,page_mb:2");
+            let _kept = many_ranges(&gpu, &sim, S1, ranges);
+            let blocks: Vec<u64> = (0..64).map(|_| gpu.alloc(2 * MIB, S2).unwrap()).collect();
+            let _kept = free_every_second(&gpu, &blocks);
+            let step = || {
+                let both = [24, 30].map(|mib| gpu.alloc(mib * MIB, S2).unwrap());
+                both.into_iter().for_each(|block| gpu.free(block).unwrap());
+                let one = gpu.alloc(50 * MIB, S2).unwrap();
+                gpu.free(one).unwrap();
+            };
+            (0..20).for_each(|_| step());
+            let before = gpu.driver_changes();
+            (0..50).for_each(|_| step());
+            assert_eq!(gpu.driver_changes(), before, "beside {ranges} ranges of another stream");
+        }
+    }
+
+    /// Blocks of 2 MiB that fill a device of 64, of which two thirds are free, and the pages under them gone.
+    fn riddled(gpu: &Gpu) -> Vec<u64> {
+        load(gpu, 4 * MIB);
+        load(gpu, 4 * MIB);
+        gpu.empty_cache().unwrap();
+        let blocks: Vec<u64> = (0..32).map(|_| take(gpu, 2 * MIB, S0)).collect();
+        for (_, &block) in blocks.iter().enumerate().filter(|(index, _)| index % 3 != 0) {
+            gpu.free(block).unwrap();
+        }
+        gpu.empty_cache().unwrap();
+        blocks
+    }
+
+    #[test]
+    fn homes_that_lie_side_by_side_are_two() {
+        let gpu = gpu(64, "wait_ms:0,paged:True");
+        let blocks = riddled(&gpu);
+        let low = take(&gpu, 4 * MIB, S0);
+        let first = take(&gpu, 10 * MIB, S0);
+        let second = take(&gpu, 12 * MIB, S0);
+        assert_eq!(second, first + 10 * MIB, "the homes that follow those that are full");
+        [low, first, second].into_iter().for_each(|block| gpu.free(block).unwrap());
+        gpu.set_memory_limit(Some(gpu.driver().held()));
+        let across = take(&gpu, 26 * MIB, S0);
+        gpu.check_invariants().unwrap();
+        gpu.free(across).unwrap();
+        blocks.into_iter().step_by(3).for_each(|block| gpu.free(block).unwrap());
+        gpu.empty_cache().unwrap();
+        gpu.check_invariants().unwrap();
+        assert_eq!(gpu.driver().held(), 0);
+    }
+
+    // ---- to the last page ----
+
+    #[test]
+    fn all_of_an_empty_device_can_be_had() {
+        for conf in ALL {
+            for mib in [100, 1000, 24_000] {
+                let gpu = gpu(mib, &format!("wait_ms:0,{conf}"));
+                assert!(gpu.alloc(mib * MIB, S0).is_ok(), "{conf}: {mib} MiB");
+            }
+        }
+    }
+
+    #[test]
+    fn the_last_of_a_device_that_others_use_can_be_had() {
+        for conf in ALL {
+            let small = gpu(1024, &format!("wait_ms:0,{conf}"));
+            (0..40).for_each(|_| _ = take(&small, MIB, S0));
+            small.driver().set_tenant(1, 1018 * MIB - small.driver().held());
+            (0..4).for_each(|_| assert!(small.alloc(MIB, S0).is_ok(), "{conf}"));
+
+            let large = gpu(16 * 1024, &format!("wait_ms:0,{conf}"));
+            (0..10).for_each(|_| _ = take(&large, 100 * MIB, S0));
+            while large.would_hit(30 * MIB, S0) {
+                take(&large, 30 * MIB, S0);
+            }
+            large.driver().set_tenant(1, 16 * GIB - 60 * MIB - large.driver().held());
+            assert!(large.alloc(30 * MIB, S0).is_ok(), "{conf}");
+        }
+    }
+
+    #[test]
+    fn free_memory_serves_a_request_whatever_may_be_split() {
+        for conf in ALL {
+            let gpu = gpu(1000, &format!("wait_ms:0,max_split_size_mb:32,{conf}"));
+            take(&gpu, 400 * MIB, S0);
+            take(&gpu, 8 * MIB, S0);
+            let free = take(&gpu, 40 * MIB, S0);
+            for bytes in [20 * MIB, 2 * MIB] {
+                while gpu.alloc(bytes, S0).is_ok() {}
+            }
+            gpu.free(free).unwrap();
+            assert!(gpu.alloc(20 * MIB, S0).is_ok(), "{conf}");
+        }
+    }
+
+    #[test]
+    fn a_pool_without_splits_holds_little_more_than_is_live() {
+        for conf in ALL {
+            let gpu = gpu(8192, conf);
+            gpu.create_pool(POOL).unwrap();
+            gpu.set_no_split(POOL).unwrap();
+            gpu.begin_allocate_to_pool(POOL, every_stream()).unwrap();
+            let blocks: Vec<u64> = (0..100).map(|_| take(&gpu, 20 * MIB, S0)).collect();
+            assert!(gpu.driver().held() < 2200 * MIB, "{conf}");
+            blocks.into_iter().for_each(|block| gpu.free(block).unwrap());
+            let one = take(&gpu, 20 * MIB, S0);
+            // PyTorch's expandable segments hand out all that is free.
+            assert!(conf == EXPANDABLE || gpu.size_of(one).unwrap().0 == 20 * MIB, "{conf}");
+        }
+    }
+
+    // ---- near the limit ----
+
+    #[test]
+    fn a_busy_stream_is_asked_once_whether_a_page_can_be_split() {
+        let gpu = gpu(4096, PAGED);
+        let first = take(&gpu, 3 * GIB, S0);
+        gpu.free(first).unwrap();
+        gpu.driver().launch(S0);
+        let second = take(&gpu, 3 * GIB + 200 * MIB, S0);
+        gpu.free(second).unwrap();
+        let (before, hits) = (gpu.driver().counts().total(), gpu.stats().hits);
+        for _ in 0..100 {
+            let block = take(&gpu, 5 * MIB, S0);
+            gpu.free(block).unwrap();
+        }
+        assert_eq!(gpu.stats().hits - hits, 100);
+        assert!(gpu.driver().counts().total() - before <= 3, "an event, its record and a question");
+    }
+
+    #[test]
+    fn one_miss_near_the_limit_splits_one_page() {
+        let gpu = gpu(80 * 1024, PAGED);
+        let all: Vec<u64> = (0..74).map(|_| take(&gpu, GIB, S0)).collect();
+        let _kept = free_every_second(&gpu, &all);
+        for step in 1..=8 {
+            let released = calls(&gpu, Call::Release);
+            let block = take(&gpu, GIB + 100 * MIB * step, S0);
+            assert!(calls(&gpu, Call::Release) - released <= 1);
+            gpu.free(block).unwrap();
+            (0..150).for_each(|_| _ = take(&gpu, MIB, S0));
+        }
+        gpu.check_invariants().unwrap();
+    }
+
+    // ---- streams ----
+
+    #[test]
+    fn a_stream_borrows_what_another_is_done_with() {
+        let gpu = gpu(1024, PAGED);
+        gpu.set_lasting_streams(LastingStreams::All);
+        let block = take(&gpu, 256 * MIB, S0);
+        gpu.free(block).unwrap();
+        let borrowed = take(&gpu, 64 * MIB, S1);
+        assert_eq!(gpu.stream_of(borrowed), Some(S0));
+        gpu.driver().launch(S0);
+        let own = take(&gpu, 64 * MIB, S2);
+        assert_eq!(gpu.stream_of(own), Some(S2), "S0 is at work");
+    }
+
+    #[test]
+    fn a_stream_whose_blocks_others_use_does_not_borrow() {
+        let gpu = gpu(1024, PAGED);
+        gpu.set_lasting_streams(LastingStreams::All);
+        let side = take(&gpu, 8 * MIB, S1);
+        gpu.record_stream(side, S0).unwrap();
+        let block = take(&gpu, 256 * MIB, S0);
+        gpu.free(block).unwrap();
+        let own = take(&gpu, 64 * MIB, S1);
+        assert_eq!(gpu.stream_of(own), Some(S1));
+    }
+
+    #[test]
+    fn nothing_is_borrowed_where_that_is_off_or_what_is_asked_for_is_for_later() {
+        let gpu = |conf: &str| {
+            let gpu = gpu(1024, conf);
+            gpu.set_lasting_streams(LastingStreams::All);
+            let block = take(&gpu, 256 * MIB, S0);
+            gpu.free(block).unwrap();
+            gpu
+        };
+        let off = gpu("paged:True,skip_rungs:borrow+pieces");
+        let own = take(&off, 64 * MIB, S1);
+        assert_eq!(off.stream_of(own), Some(S1));
+        let later = gpu(PAGED);
+        later.prefetch(64 * MIB, S1).unwrap();
+        assert!(later.would_hit(64 * MIB, S1));
+    }
+
+    #[test]
+    fn a_driver_that_cannot_tell_whether_a_stream_is_done_fails_no_request() {
+        let gpu = gpu(1024, PAGED);
+        gpu.set_lasting_streams(LastingStreams::All);
+        let block = take(&gpu, 256 * MIB, S0);
+        gpu.free(block).unwrap();
+        gpu.driver().fail(FailWhen::Nth(Call::EventRecord, 1), Fault::Failed(999));
+        assert!(gpu.alloc(64 * MIB, S1).is_ok());
+    }
+
+    // ---- addresses ----
+
+    #[test]
+    fn a_stream_that_got_no_memory_keeps_no_addresses() {
+        for conf in [EXPANDABLE, PAGED] {
+            let gpu = gpu(256, &format!("wait_ms:0,{conf}"));
+            gpu.set_memory_limit(Some(128 * MIB));
+            let all = take(&gpu, 128 * MIB, S0);
+            for stream in 1..=100 {
+                assert!(gpu.alloc(20 * MIB, StreamId(stream)).is_err());
+            }
+            gpu.free(all).unwrap();
+            gpu.empty_cache().unwrap();
+            assert_eq!(calls(&gpu, Call::Reserve), calls(&gpu, Call::Unreserve), "{conf}");
+        }
+    }
+
+    #[test]
+    fn a_private_pool_that_got_no_memory_is_forgotten() {
+        for conf in ALL {
+            let gpu = gpu(256, &format!("wait_ms:0,{conf}"));
+            gpu.set_memory_limit(Some(128 * MIB));
+            let all = take(&gpu, 128 * MIB, S0);
+            gpu.begin_allocate_to_pool(POOL, every_stream()).unwrap();
+            assert!(gpu.alloc(20 * MIB, S1).is_err());
+            gpu.end_allocate_to_pool(POOL).unwrap();
+            while gpu.pool_uses(POOL).unwrap() > 0 {
+                gpu.release_pool(POOL).unwrap();
+            }
+            gpu.free(all).unwrap();
+            gpu.empty_cache().unwrap();
+            assert!(gpu.pool_uses(POOL).is_err(), "{conf}");
+        }
+    }
+}
