@@ -19,6 +19,9 @@ impl<D: Driver> Locked<'_, D> {
         may_borrow: bool,
         context: Context,
     ) -> DriverResult<Option<u64>> {
+        if let Some(found) = self.find_recalled(request, policy) {
+            return Ok(Some(self.hand_out(found, policy, request, context)));
+        }
         if may_borrow
             && policy.rules().stitches()
             && !request.small
