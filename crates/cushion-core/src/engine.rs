@@ -401,12 +401,14 @@ impl<D: Driver> Engine<D> {
         mut placing: impl FnMut(&HeldSegment),
     ) -> Vec<Result<u64, RestoreError>> {
         let mut ranges: FxHashMap<u64, u64> = FxHashMap::default();
+        let fine = self.locked(|engine| engine.finely_paged(segments));
         let mut put_back = |held: &HeldSegment| {
             let range_at = held.range.and_then(|range| ranges.get(&range).copied());
             if range_at.is_none() {
                 placing(held);
             }
-            let base = self.locked(|mut engine| engine.restore(held, range_at))?;
+            let finely = held.range.is_some_and(|range| fine.contains(&range));
+            let base = self.locked(|mut engine| engine.restore(held, range_at, finely))?;
             if let Some(range) = held.range {
                 ranges.insert(range, base - (held.address - range));
             }
