@@ -28,7 +28,7 @@ use crate::pool::{PoolId, PoolTable};
 use crate::queue::Queue;
 use crate::receipt::Receipts;
 use crate::restore::{HeldSegment, RestoreError};
-use crate::segment::SegmentTable;
+use crate::segment::{Backing, SegmentTable};
 use crate::snapshot::Snapshot;
 use crate::stats::{Counters, Lanes, Stats};
 use crate::stitch::Stitches;
@@ -350,6 +350,21 @@ impl<D: Driver> Engine<D> {
         let blocks = &state.blocks;
         let mapped = |id: &BlockId| blocks[*id].is_mapped();
         let mut first = *state.live.get(&address)?;
+        let segment = &state.segments[blocks[first].segment];
+        if matches!(segment.backing, Backing::Stitched(_)) {
+            // Pages may have left the range, but for those behind the allocation.
+            let around = |at| state.pages.page_around(at).filter(|&(at, ..)| at >= segment.address);
+            let (mut start, mut end) = (address, address);
+            while let Some((before, ..)) = start.checked_sub(1).and_then(around) {
+                start = before;
+            }
+            while end < segment.end()
+                && let Some((page, bytes, _)) = around(end)
+            {
+                end = page + bytes;
+            }
+            return Some((start, end - start));
+        }
         while let Some(before) = blocks[first].prev.filter(mapped) {
             first = before;
         }
