@@ -642,8 +642,11 @@ impl<D: Driver> Drop for Engine<D> {
         }
         // Nobody is left to tell of a failure, and nothing depends on it.
         let _ = self.empty_cache();
-        let idle = self.lock().pending.take_idle();
-        for event in idle {
+        let mut state = self.lock();
+        let mut events = state.pending.take_idle();
+        events.extend(state.stitches.take_events());
+        drop(state);
+        for event in events {
             let _ = self.driver.event_destroy(event);
         }
     }
