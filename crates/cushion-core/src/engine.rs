@@ -572,7 +572,8 @@ impl<D: Driver> Engine<D> {
 
     /// Totals start again from zero.
     pub fn reset_accumulated_stats(&self) {
-        let _lock = self.lock();
+        let mut state = self.lock();
+        state.homes.freed_before += self.counters.active_bytes.freed();
         self.counters.reset_accumulated();
     }
 

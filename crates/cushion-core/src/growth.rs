@@ -43,7 +43,7 @@ impl<D: Driver> Locked<'_, D> {
         policy: Policy,
         context: Context,
     ) -> DriverResult<Option<BlockId>> {
-        if request.wanted > self.device.total {
+        if self.wanted_of(request) > self.device.total {
             return Ok(None);
         }
         let lane = self.state.pools[request.pool].lane(request.stream);
