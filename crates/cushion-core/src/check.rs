@@ -34,6 +34,7 @@ impl<D: Driver> Locked<'_, D> {
         self.check_live_and_pending()?;
         self.check_pages(&chains)?;
         self.check_stitches(&chains)?;
+        self.check_leaving()?;
         self.check_counters()
     }
 

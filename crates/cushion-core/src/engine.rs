@@ -28,7 +28,7 @@ use crate::pool::{PoolId, PoolTable};
 use crate::queue::Queue;
 use crate::receipt::Receipts;
 use crate::restore::{HeldSegment, RestoreError};
-use crate::segment::SegmentTable;
+use crate::segment::{Backing, SegmentTable};
 use crate::snapshot::Snapshot;
 use crate::stats::{Counters, Lanes, Stats};
 use crate::stitch::Stitches;
@@ -350,6 +350,21 @@ impl<D: Driver> Engine<D> {
         let blocks = &state.blocks;
         let mapped = |id: &BlockId| blocks[*id].is_mapped();
         let mut first = *state.live.get(&address)?;
+        let segment = &state.segments[blocks[first].segment];
+        if matches!(segment.backing, Backing::Stitched(_)) {
+            // Pages may have left the range, but for those behind the allocation.
+            let around = |at| state.pages.page_around(at).filter(|&(at, ..)| at >= segment.address);
+            let (mut start, mut end) = (address, address);
+            while let Some((before, ..)) = start.checked_sub(1).and_then(around) {
+                start = before;
+            }
+            while end < segment.end()
+                && let Some((page, bytes, _)) = around(end)
+            {
+                end = page + bytes;
+            }
+            return Some((start, end - start));
+        }
         while let Some(before) = blocks[first].prev.filter(mapped) {
             first = before;
         }
@@ -401,12 +416,14 @@ impl<D: Driver> Engine<D> {
         mut placing: impl FnMut(&HeldSegment),
     ) -> Vec<Result<u64, RestoreError>> {
         let mut ranges: FxHashMap<u64, u64> = FxHashMap::default();
+        let fine = self.locked(|engine| engine.finely_paged(segments));
         let mut put_back = |held: &HeldSegment| {
             let range_at = held.range.and_then(|range| ranges.get(&range).copied());
             if range_at.is_none() {
                 placing(held);
             }
-            let base = self.locked(|mut engine| engine.restore(held, range_at))?;
+            let finely = held.range.is_some_and(|range| fine.contains(&range));
+            let base = self.locked(|mut engine| engine.restore(held, range_at, finely))?;
             if let Some(range) = held.range {
                 ranges.insert(range, base - (held.address - range));
             }
@@ -555,7 +572,8 @@ impl<D: Driver> Engine<D> {
 
     /// Totals start again from zero.
     pub fn reset_accumulated_stats(&self) {
-        let _lock = self.lock();
+        let mut state = self.lock();
+        state.homes.freed_before += self.counters.active_bytes.freed();
         self.counters.reset_accumulated();
     }
 
@@ -625,8 +643,11 @@ impl<D: Driver> Drop for Engine<D> {
         }
         // Nobody is left to tell of a failure, and nothing depends on it.
         let _ = self.empty_cache();
-        let idle = self.lock().pending.take_idle();
-        for event in idle {
+        let mut state = self.lock();
+        let mut events = state.pending.take_idle();
+        events.extend(state.stitches.take_events());
+        drop(state);
+        for event in events {
             let _ = self.driver.event_destroy(event);
         }
     }

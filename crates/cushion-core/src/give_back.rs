@@ -151,6 +151,7 @@ impl<D: Driver> Locked<'_, D> {
     }
 
     fn retry_leftovers(&mut self) {
+        self.recall_leaving();
         self.state.pages.retry_leftovers(self.driver);
         self.count_pages();
         self.retry_ranges();

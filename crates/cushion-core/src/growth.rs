@@ -19,6 +19,9 @@ impl<D: Driver> Locked<'_, D> {
         may_borrow: bool,
         context: Context,
     ) -> DriverResult<Option<u64>> {
+        if let Some(found) = self.find_recalled(request, policy) {
+            return Ok(Some(self.hand_out(found, policy, request, context)));
+        }
         if may_borrow
             && policy.rules().stitches()
             && !request.small
@@ -40,7 +43,7 @@ impl<D: Driver> Locked<'_, D> {
         policy: Policy,
         context: Context,
     ) -> DriverResult<Option<BlockId>> {
-        if request.wanted > self.device.total {
+        if self.wanted_of(request) > self.device.total {
             return Ok(None);
         }
         let lane = self.state.pools[request.pool].lane(request.stream);

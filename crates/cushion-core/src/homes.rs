@@ -32,6 +32,8 @@ const FEWER_ADDRESSES: u64 = 16;
 pub(crate) struct Homes {
     /// Whether more was freed so far than was live then: before that, a program loads what it keeps.
     has_loaded: bool,
+    /// What was freed before the totals last began again from zero.
+    pub(crate) freed_before: u64,
     /// Whether so little of the limit is left that pages are smaller than they would be.
     pub(crate) is_tight: bool,
     /// The most that was live, as of the last window.
@@ -225,17 +227,29 @@ impl<D: Driver> Locked<'_, D> {
     pub(crate) fn needed(&self, request: &Request) -> u64 {
         let rules = self.state.policy.rules();
         let needed = rules.needed(request.size, request.wanted);
-        if !rules.stitches() || request.small {
+        if !rules.stitches() {
             return needed;
+        }
+        if request.small {
+            return self.whole_units(needed);
         }
         let pieces = self.pieces((request.pool, request.stream));
         self.whole_units(needed.saturating_sub(pieces.bytes_at_borders()))
     }
 
+    /// What a device that holds nothing has to give for the request: no segment is made where pages are stitched.
+    pub(crate) fn wanted_of(&self, request: &Request) -> u64 {
+        if self.state.policy.rules().stitches() {
+            self.whole_units(request.size)
+        } else {
+            request.wanted
+        }
+    }
+
     /// Remembers that the program has begun to free what it allocates.
     fn note_loading(&mut self) {
         if !self.state.homes.has_loaded {
-            let freed = self.counters.active_bytes.freed();
+            let freed = self.state.homes.freed_before + self.counters.active_bytes.freed();
             self.state.homes.has_loaded = freed > self.counters.active_bytes.current();
         }
     }

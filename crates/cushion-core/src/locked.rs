@@ -265,7 +265,8 @@ impl<D: Driver> Locked<'_, D> {
     /// What serves a request without the driver, still in its lane.
     pub(crate) fn search(&mut self, request: &Request, policy: Policy) -> Option<Found> {
         self.count_search(request);
-        let found = self.find(request, policy)?;
+        let found = self.find(request, policy);
+        let found = found.or_else(|| self.find_recalled(request, policy))?;
         if self.state.homes.is_tight && self.unpin(found, request) {
             return self.find(request, policy);
         }

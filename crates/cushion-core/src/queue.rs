@@ -472,9 +472,10 @@ impl<D: Driver> Locked<'_, D> {
         // What is cached would be given back first.
         let in_use = self.reserved().saturating_sub(self.cached());
         let allowed = self.state.limit.map_or(u64::MAX, |limit| limit.saturating_sub(in_use));
+        let wanted = self.wanted_of(request);
         others > 0
-            && request.wanted <= allowed
-            && request.wanted <= free.saturating_add(others).saturating_add(self.cached())
+            && wanted <= allowed
+            && wanted <= free.saturating_add(others).saturating_add(self.cached())
     }
 
     /// Whether those who hold memory all wait for each other, and what is to be done about it.

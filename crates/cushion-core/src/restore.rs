@@ -4,6 +4,8 @@
 //! A recorded run rarely begins at its beginning. Whoever knows what was held at some moment can go
 //! on from there, with the same memory found by the same requests.
 
+use std::collections::BTreeSet;
+
 use crate::block::{BlockId, BlockState};
 use crate::driver::{Driver, DriverError, StreamId};
 use crate::history::Context;
@@ -12,7 +14,7 @@ use crate::owner::Owner;
 use crate::policy::{Policy, Request, Source};
 use crate::pool::{PoolId, PoolTable};
 use crate::segment::Backing;
-use crate::size::MIN_BLOCK;
+use crate::size::{MIN_BLOCK, SMALL_SEGMENT};
 
 /// Memory that was held.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -96,12 +98,26 @@ impl HeldSegment {
 }
 
 impl<D: Driver> Locked<'_, D> {
+    /// The reserved ranges that are not made of pages as large as PyTorch's.
+    pub(crate) fn finely_paged(&self, segments: &[HeldSegment]) -> BTreeSet<u64> {
+        let is_fine = |held: &&HeldSegment| {
+            let page_size =
+                if held.small { SMALL_SEGMENT } else { self.state.options.large_segment_size };
+            let page_size = page_size.next_multiple_of(self.device.granularity);
+            let offset = held.range.map_or(0, |range| held.address.saturating_sub(range));
+            !held.size.is_multiple_of(page_size) || !offset.is_multiple_of(page_size)
+        };
+        segments.iter().filter(is_fine).filter_map(|held| held.range).collect()
+    }
+
     /// Puts a segment back; returns where it begins now. `range_at` is where its reserved range
-    /// begins now, if another segment of that range was put back before.
+    /// begins now, if another segment of that range was put back before; `finely` says that its pages are as small as
+    /// the device has them.
     pub(crate) fn restore(
         &mut self,
         held: &HeldSegment,
         range_at: Option<u64>,
+        finely: bool,
     ) -> Result<u64, RestoreError> {
         let impossible = |what| RestoreError::Impossible { address: held.address, what };
         held.check().map_err(impossible)?;
@@ -133,10 +149,12 @@ impl<D: Driver> Locked<'_, D> {
             Some(range) => {
                 let offset = held.address.checked_sub(range);
                 let offset = offset.ok_or_else(|| impossible("it lies before its range"))?;
-                self.restore_pages(&whole, offset, range_at).map_err(|error| match error {
-                    RestoreError::Impossible { what, .. } => impossible(what),
-                    other => other,
-                })?
+                self.restore_pages(&whole, offset, range_at, finely).map_err(
+                    |error| match error {
+                        RestoreError::Impossible { what, .. } => impossible(what),
+                        other => other,
+                    },
+                )?
             }
         };
         let free = free.ok_or(full)?;
@@ -172,6 +190,7 @@ impl<D: Driver> Locked<'_, D> {
         request: &Request,
         offset: u64,
         range_at: Option<u64>,
+        finely: bool,
     ) -> Result<Option<BlockId>, RestoreError> {
         let impossible = |what| RestoreError::Impossible { address: 0, what };
         let policy = Policy::Expandable;
@@ -184,6 +203,7 @@ impl<D: Driver> Locked<'_, D> {
                 else {
                     unreachable!("with no lane there is nothing to extend");
                 };
+                let page_size = if finely { self.device.granularity } else { page_size };
                 let backing = Backing::Pages { page_size };
                 let made = self.paged_segment(bytes, backing, request, policy, Context::NONE)?;
                 let Some(made) = made else { return Ok(None) };
@@ -192,20 +212,22 @@ impl<D: Driver> Locked<'_, D> {
         };
         let address = range.checked_add(offset).ok_or_else(|| impossible("its end is too high"))?;
         let lane = self.state.pools[request.pool].lane(request.stream);
+        let taken = || impossible("its range is taken, or too small for it");
         let unmapped = lane
             .and_then(|lane| lane.unmapped_at(address))
             .filter(|&id| address + request.size <= self.state.blocks[id].end())
-            .ok_or_else(|| impossible("its range is taken, or too small for it"))?;
+            .ok_or_else(taken)?;
         let State { blocks, segments, pools, .. } = &mut *self.state;
         let segment = &segments[blocks[unmapped].segment];
-        let Backing::Pages { page_size } = segment.backing else {
-            unreachable!("only pages come and go");
-        };
+        // Pages with a home are another range's.
+        let Backing::Pages { page_size } = segment.backing else { return Err(taken()) };
         if segment.address != range
             || !offset.is_multiple_of(page_size)
             || !request.size.is_multiple_of(page_size)
         {
-            return Err(impossible("it is not made of whole pages"));
+            return Err(impossible(
+                "it is not made of whole pages; what `paged` had at second addresses is not put back",
+            ));
         }
         let start = blocks[unmapped].address;
         if address > start {

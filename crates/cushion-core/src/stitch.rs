@@ -177,6 +177,11 @@ impl Stitches {
         }
     }
 
+    /// The events that retired ranges wait for, for the engine to destroy at its end.
+    pub(crate) fn take_events(&mut self) -> Vec<EventId> {
+        std::mem::take(&mut self.retiring).into_iter().map(|(event, _)| event).collect()
+    }
+
     fn forget_part(&mut self, page: PageHandle, id: StitchId) {
         if let Some(ranges) = self.of_page.get_mut(&page) {
             ranges.retain(|&it| it != id);

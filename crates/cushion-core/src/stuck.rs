@@ -20,7 +20,7 @@ impl<D: Driver> Locked<'_, D> {
                 GiveBack::Pages { start, end } => end - start,
             })
             .sum();
-        self.reserved().saturating_sub(could_go)
+        self.reserved().saturating_sub(could_go).saturating_sub(self.leaving_bytes())
     }
 
     /// Whether a request would fit if the live blocks of plain segments lay on pages, those of each lane in a row as

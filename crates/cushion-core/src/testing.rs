@@ -18,8 +18,8 @@ use std::time::Duration;
 
 use crate::driver::{Bytes, Call, FailWhen, Fault};
 use crate::{
-    AddressError, AllocError, CheckedDriver, Clock, Engine, EngineConfig, Ladder, Policy,
-    PoolError, PoolId, SimClock, SimConfig, SimDriver, StreamFilter, StreamId,
+    AddressError, AllocError, CheckedDriver, Clock, Engine, EngineConfig, Ladder, LastingStreams,
+    Policy, PoolError, PoolId, SimClock, SimConfig, SimDriver, StreamFilter, StreamId,
 };
 
 /// The device the world simulates: small, so that memory runs out often.
@@ -199,6 +199,9 @@ impl World {
         engine.set_policy(policy);
         // Pages as small beside the device as they are in use.
         engine.configure("page_mb:4,trim_ms:1000").expect("an option");
+        // Of the others it is not known.
+        let lasting = LastingStreams::These(BTreeSet::from([StreamId(1)]));
+        engine.set_lasting_streams(lasting);
         engine.record_history(64);
         Self {
             engine,

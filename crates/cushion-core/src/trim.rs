@@ -1,27 +1,46 @@
 //! Giving back by itself: what a program has not needed for a while goes back to the driver, while it runs on.
 //!
-//! Time goes in windows. What is held beyond the most that was live in this window and the one before was not needed
-//! for a whole window at least: so many bytes of wholly free pages go, the largest first. They are taken out of their
-//! lane, so that nobody gets them, then their streams are waited for with no lock held, then they are unmapped a few at
-//! a time. Only pages of `paged` go: the other policies keep what PyTorch would keep.
+//! Somebody looks now and then. Time goes in windows, half as long as the option `trim_ms` says: what is held beyond the
+//! most that was live in the last two of them, and in the one under way, was not needed. For so many bytes, pages go that
+//! were wholly free at every look for a window at least.
+//!
+//! Nothing waits. At one look pages are taken out of their lanes, and an event is recorded on the stream of each; at the
+//! next, those whose event is done are unmapped, a few at a time. If a request finds no memory in between, they are all
+//! back in their lanes before anything else is tried: they were needed, and fewer are taken in the next window. While a
+//! capture may be under way nothing is recorded, asked or unmapped.
+//!
+//! An event can be recorded only on a stream that is certainly there: memory of streams that may have been destroyed
+//! goes when the cache is emptied or memory is short, and not by itself. Only pages of `paged` go: the other policies
+//! keep what PyTorch would keep.
 
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use crate::block::{BlockId, BlockState};
-use crate::driver::{Driver, DriverResult, StreamId};
+use crate::check::Violation;
+use crate::driver::{Driver, DriverResult, EventId, StreamId};
 use crate::engine::Engine;
 use crate::history::Context;
+use crate::homes::Found;
 use crate::locked::Locked;
-use crate::policy::GiveBack;
+use crate::policy::{GiveBack, Policy, Request};
+use crate::pool::PoolIndex;
 use crate::segment::Backing;
 
 /// How many pages are unmapped before others get the lock: some hundreds of microseconds.
 const AT_ONCE: usize = 4;
 
+/// How many pages are taken out of their lanes at one look: less than a millisecond.
+const MOST_PAGES: usize = 512;
+
 /// What is not worth giving back: this part of what is held.
 const NOT_WORTH: u64 = 64;
 
-/// The most that was live, by windows.
+/// How often the bytes that are taken at a look are halved at most.
+const MOST_HALVINGS: u32 = 16;
+
+/// What is known of what a program needs, and what is on its way back.
 #[derive(Debug, Default)]
 pub(crate) struct Windows {
     /// When the one that is under way began.
@@ -29,99 +48,96 @@ pub(crate) struct Windows {
     /// The most that was live in it, and in the one before.
     pub(crate) peak: u64,
     before: u64,
+    /// The most that was live in the last two that are over; none before the first is.
+    needed: Option<u64>,
+    /// Pages by their homes, each with the look since which it was found wholly free every time.
+    free_since: BTreeMap<u64, Duration>,
+    /// Pages that are out of their lanes.
+    leaving: Vec<Leave>,
+    /// How often what is taken at a look was halved, because some of it was needed.
+    halvings: u32,
+    /// Whether some of what was taken in this window was needed: then no more is.
+    was_needed: bool,
+}
+
+/// Pages of one stream on their way back to the driver.
+#[derive(Debug)]
+struct Leave {
+    stream: StreamId,
+    /// Recorded when they were taken; none once it is done.
+    event: Option<EventId>,
+    pages: Vec<BlockId>,
+}
+
+/// A page that is wholly free in its lane.
+#[derive(Debug, Clone, Copy)]
+struct FreePage {
+    home: u64,
+    bytes: u64,
+    pool: PoolIndex,
+    stream: StreamId,
 }
 
 impl<D: Driver> Engine<D> {
-    /// Gives back what has not been needed for a while, by the option `trim_ms`; returns how many bytes. To be called
-    /// now and then: less than that time after the last window ended it does nothing. Waits for the device, but holds
-    /// no lock meanwhile.
+    /// Looks whether there is memory that has not been needed for a while, by the option `trim_ms`, and gives back what
+    /// was found at an earlier look and is not in use by the device any more; returns how many bytes. To be called now
+    /// and then, say every two seconds. Never waits.
     pub fn trim(&self) -> DriverResult<u64> {
         let now = self.clock.now();
-        let Some(_no_capture_begins) = self.outside_captures() else { return Ok(0) };
-        let surplus = self.locked(|mut engine| engine.end_window(now));
-        if surplus == 0 {
-            return Ok(0);
-        }
-        let (pages, streams) = self.locked(|mut engine| engine.detach_pages(surplus));
-        let drained = self.drain(&streams);
+        self.locked(|mut engine| engine.ask_for_leaving())?;
         let mut given_back = 0;
-        for some in pages.chunks(AT_ONCE) {
-            given_back += self.locked(|mut engine| {
-                some.iter().map(|&page| engine.page_goes(page, drained.is_ok())).sum::<u64>()
-            });
+        while let Some(bytes) = self.locked(|mut engine| engine.some_go()) {
+            given_back += bytes;
         }
-        if !pages.is_empty() {
+        if given_back > 0 {
             self.wake();
         }
-        drained.map(|_| given_back)
+        self.locked(|mut engine| engine.look(now))?;
+        Ok(given_back)
     }
 }
 
 impl<D: Driver> Locked<'_, D> {
-    /// Ends the window, if its time is up; returns what was held all the time and not needed.
-    fn end_window(&mut self, now: Duration) -> u64 {
-        let length = Duration::from_millis(self.state.options.trim_ms);
-        let live = self.counters.active_bytes.current();
+    // ---- what left at an earlier look ----
+
+    /// Asks whether the work is done that pages wait for.
+    fn ask_for_leaving(&mut self) -> DriverResult<()> {
+        if self.is_recording() {
+            return Ok(());
+        }
+        for leave in &mut self.state.homes.windows.leaving {
+            if let Some(event) = leave.event
+                && is_uncaptured(self.driver, leave.stream)
+                && self.driver.event_query(event)?
+            {
+                leave.event = None;
+                self.state.pending.keep_event(event);
+            }
+        }
+        Ok(())
+    }
+
+    /// Unmaps a few of the pages whose work is done; returns their bytes, or `None` if there are none.
+    fn some_go(&mut self) -> Option<u64> {
+        if self.is_recording() {
+            return None;
+        }
         let windows = &mut self.state.homes.windows;
-        let began = *windows.began.get_or_insert(now);
-        if length.is_zero() || now.saturating_sub(began) < length {
-            return 0;
+        let index = windows.leaving.iter().position(|leave| leave.event.is_none())?;
+        let pages = &mut windows.leaving[index].pages;
+        let some = pages.split_off(pages.len().saturating_sub(AT_ONCE));
+        if pages.is_empty() {
+            windows.leaving.swap_remove(index);
+            windows.halvings = windows.halvings.saturating_sub(1);
         }
-        windows.began = Some(now);
-        let peak = std::mem::replace(&mut windows.peak, live);
-        let needed = peak.max(std::mem::replace(&mut windows.before, peak));
-        // From here on, waste is measured by what was live lately.
-        self.state.homes.high_water = needed;
-        let held = self.reserved();
-        let surplus = held.saturating_sub(needed);
-        if surplus > held / NOT_WORTH { surplus } else { 0 }
+        let gone = some.into_iter().map(|page| self.page_goes(page)).sum();
+        self.close_empty_pools();
+        Some(gone)
     }
 
-    /// Takes wholly free pages out of their lanes, `most` bytes at most, the largest first; and their streams.
-    fn detach_pages(&mut self, most: u64) -> (Vec<BlockId>, Vec<StreamId>) {
-        let mut free = Vec::new();
-        for half in self.halves_to_give_back() {
-            for id in self.state.pools[half].free_blocks() {
-                let block = &self.state.blocks[id];
-                if self.state.segments[block.segment].backing != Backing::Homes {
-                    continue;
-                }
-                let GiveBack::Pages { start, end } = self.may_give_back(id) else { continue };
-                let mut at = start;
-                while at < end {
-                    let (_, bytes, _) = self.state.pages.page_around(at).expect("a page at home");
-                    free.push((bytes, at, half, block.stream));
-                    at += bytes;
-                }
-            }
-        }
-        free.sort_unstable_by_key(|&(bytes, at, ..)| (std::cmp::Reverse(bytes), at));
-        let mut left = most;
-        let (mut pages, mut streams) = (Vec::new(), Vec::new());
-        for (bytes, at, half, stream) in free {
-            if bytes > left {
-                continue;
-            }
-            let lane = self.state.pools[half].lane(stream);
-            let Some(id) = lane.and_then(|lane| lane.free_at(at)) else { continue };
-            self.cut_free(id, at, at + bytes);
-            self.state.blocks[id].state = BlockState::Leaving;
-            pages.push(id);
-            streams.push(stream);
-            left -= bytes;
-        }
-        streams.sort_unstable();
-        streams.dedup();
-        (pages, streams)
-    }
-
-    /// A page that was taken out of its lane goes to the driver, or, if it may not or the driver fails, back to its
-    /// lane; returns its bytes if it went.
-    fn page_goes(&mut self, id: BlockId, may_go: bool) -> u64 {
-        if !may_go {
-            self.merge_free(id);
-            return 0;
-        }
+    /// A page that was taken out of its lane goes to the driver, or, where that fails, back to its lane; returns its
+    /// bytes if it went.
+    fn page_goes(&mut self, id: BlockId) -> u64 {
         let before = self.reserved();
         self.insert_free(id);
         if self.unmap_block(id, Context::NONE).is_err() && self.state.blocks[id].is_free() {
@@ -133,4 +149,220 @@ impl<D: Driver> Locked<'_, D> {
         }
         before.saturating_sub(self.reserved())
     }
+
+    // ---- taking it back ----
+
+    /// Puts all pages that are on their way back into their lanes, so that nobody is short of them.
+    pub(crate) fn recall_leaving(&mut self) {
+        for leave in std::mem::take(&mut self.state.homes.windows.leaving) {
+            if let Some(event) = leave.event {
+                self.state.pending.keep_event(event);
+            }
+            for page in leave.pages {
+                self.merge_free(page);
+            }
+        }
+    }
+
+    /// What serves a request that found nothing, with the pages that were on their way back.
+    pub(crate) fn find_recalled(&mut self, request: &Request, policy: Policy) -> Option<Found> {
+        if self.state.homes.windows.leaving.is_empty() {
+            return None;
+        }
+        self.recall_leaving();
+        let found = self.find(request, policy)?;
+        self.note_needed(found, request.size);
+        Some(found)
+    }
+
+    /// Pages that were about to go serve a request.
+    #[cold]
+    fn note_needed(&mut self, found: Found, size: u64) {
+        let windows = &mut self.state.homes.windows;
+        windows.was_needed = true;
+        windows.halvings = (windows.halvings + 1).min(MOST_HALVINGS);
+        let start = match found {
+            Found::Block(id) => self.state.blocks[id].address,
+            Found::Piece { address, .. } => address,
+            Found::Range(range) => {
+                for part in &self.state.stitches.get(range).parts {
+                    windows.free_since.remove(&part.home);
+                }
+                return;
+            }
+        };
+        let first = self.state.pages.page_around(start).map_or(start, |(home, ..)| home);
+        windows.free_since.extract_if(first..start + size, |_, _| true).for_each(drop);
+    }
+
+    // ---- finding what is not needed ----
+
+    /// Looks at what is free, and takes pages out of their lanes if there are more than were needed.
+    fn look(&mut self, now: Duration) -> DriverResult<()> {
+        if self.is_recording() {
+            return Ok(());
+        }
+        let window = Duration::from_millis(self.state.options.trim_ms) / 2;
+        if window.is_zero() {
+            self.recall_leaving();
+            return Ok(());
+        }
+        self.end_window(now, window);
+        let held = self.reserved();
+        let windows = &mut self.state.homes.windows;
+        let beyond =
+            |needed: u64| Some(held.saturating_sub(needed)).filter(|&it| it > held / NOT_WORTH);
+        if beyond(windows.peak).is_none() {
+            windows.free_since.clear();
+            return Ok(());
+        }
+        let surplus = windows.needed.and_then(|needed| beyond(needed.max(windows.peak)));
+        let may_take = !windows.was_needed && self.state.queue.is_idle();
+        let pages = self.free_pages();
+        self.note_free(&pages, now);
+        match surplus.filter(|_| may_take) {
+            Some(surplus) => self.take_pages(pages, surplus, now.saturating_sub(window)),
+            None => Ok(()),
+        }
+    }
+
+    /// Ends the window, if its time is up.
+    fn end_window(&mut self, now: Duration, length: Duration) {
+        let live = self.counters.active_bytes.current();
+        let windows = &mut self.state.homes.windows;
+        let began = *windows.began.get_or_insert(now);
+        if now.saturating_sub(began) < length {
+            return;
+        }
+        windows.began = Some(now);
+        windows.was_needed = false;
+        let peak = std::mem::replace(&mut windows.peak, live);
+        let needed = peak.max(std::mem::replace(&mut windows.before, peak));
+        windows.needed = Some(needed);
+        // From here on, waste is measured by what was live lately.
+        self.state.homes.high_water = needed;
+    }
+
+    /// The pages that are wholly free, of streams that an event can be recorded on.
+    fn free_pages(&self) -> Vec<FreePage> {
+        let mut free = Vec::new();
+        for pool in self.halves_to_give_back() {
+            let lanes = self.state.pools[pool].lanes().filter(|&(stream, _)| self.lasts(stream));
+            for (stream, lane) in lanes {
+                for (_, _, id) in lane.free().iter() {
+                    let segment = self.state.blocks[id].segment;
+                    if self.state.segments[segment].backing != Backing::Homes {
+                        continue;
+                    }
+                    let GiveBack::Pages { start, end } = self.may_give_back(id) else { continue };
+                    let mut home = start;
+                    while home < end {
+                        let (_, bytes, _) =
+                            self.state.pages.page_around(home).expect("a page at home");
+                        free.push(FreePage { home, bytes, pool, stream });
+                        home += bytes;
+                    }
+                }
+            }
+        }
+        free
+    }
+
+    /// Remembers since when pages have been free.
+    fn note_free(&mut self, pages: &[FreePage], now: Duration) {
+        let windows = &mut self.state.homes.windows;
+        let before = std::mem::take(&mut windows.free_since);
+        let leaving = windows.leaving.iter().flat_map(|leave| &leave.pages);
+        let leaving = leaving.map(|&page| self.state.blocks[page].address);
+        let homes = pages.iter().map(|page| page.home).chain(leaving);
+        windows.free_since =
+            homes.map(|home| (home, before.get(&home).copied().unwrap_or(now))).collect();
+    }
+
+    /// Takes pages that have been free since `by` out of their lanes, `surplus` bytes of them at most, and records an
+    /// event on the stream of each.
+    fn take_pages(
+        &mut self,
+        mut pages: Vec<FreePage>,
+        surplus: u64,
+        by: Duration,
+    ) -> DriverResult<()> {
+        let windows = &self.state.homes.windows;
+        let waits = |stream: StreamId| windows.leaving.iter().any(|leave| leave.stream == stream);
+        let since = |page: &FreePage| windows.free_since.get(&page.home).copied();
+        pages.retain(|page| since(page).is_some_and(|since| since <= by) && !waits(page.stream));
+        // The longest free first; of those the highest, which best fit takes last.
+        pages.sort_unstable_by_key(|page| (since(page), Reverse(page.home)));
+        let surplus = surplus.saturating_sub(self.leaving_bytes());
+        let most = surplus >> windows.halvings;
+        let mut taken = 0;
+        let mut by_stream: BTreeMap<StreamId, Vec<FreePage>> = BTreeMap::new();
+        let mut count = 0;
+        for page in pages {
+            let is_first = taken == 0 && page.bytes <= surplus;
+            if count < MOST_PAGES && (is_first || taken + page.bytes <= most) {
+                taken += page.bytes;
+                count += 1;
+                by_stream.entry(page.stream).or_default().push(page);
+            }
+        }
+        for (stream, pages) in by_stream {
+            if !is_uncaptured(self.driver, stream) {
+                continue;
+            }
+            let event = Some(self.event_now(stream)?);
+            let pages = pages.into_iter().filter_map(|page| self.take_page(page)).collect();
+            self.state.homes.windows.leaving.push(Leave { stream, event, pages });
+        }
+        Ok(())
+    }
+
+    /// Takes a page out of its lane.
+    fn take_page(&mut self, FreePage { home, bytes, pool, stream }: FreePage) -> Option<BlockId> {
+        let id = self.state.pools[pool].lane(stream)?.free_at(home)?;
+        self.cut_free(id, home, home + bytes);
+        self.state.blocks[id].state = BlockState::Leaving;
+        Some(id)
+    }
+
+    // ---- small questions ----
+
+    /// Bytes of pages that are on their way back.
+    pub(crate) fn leaving_bytes(&self) -> u64 {
+        let leaving = self.state.homes.windows.leaving.iter().flat_map(|leave| &leave.pages);
+        leaving.map(|&page| self.state.blocks[page].size).sum()
+    }
+
+    /// What is out of its lane is on its way back, a page at a time, and nothing else is.
+    pub(crate) fn check_leaving(&self) -> Result<(), Violation> {
+        let mut known = BTreeSet::new();
+        for leave in &self.state.homes.windows.leaving {
+            for &page in &leave.pages {
+                let block = &self.state.blocks[page];
+                let here = self.state.pages.page_around(block.address);
+                let is_page = here
+                    .is_some_and(|(home, bytes, _)| (home, bytes) == (block.address, block.size));
+                let is_sound = is_page
+                    && (block.state, block.stream) == (BlockState::Leaving, leave.stream)
+                    && known.insert(page);
+                if !is_sound || leave.pages.is_empty() {
+                    return Err(Violation(format!("{block:?} does not leave, or twice")));
+                }
+            }
+        }
+        let leaving = self.state.blocks.iter().filter(|(_, block)| {
+            block.state == BlockState::Leaving && !self.state.segments[block.segment].is_plain()
+        });
+        let leaving = leaving.count();
+        if leaving == known.len() {
+            return Ok(());
+        }
+        Err(Violation(format!("{leaving} pages leave, of which {} are known", known.len())))
+    }
+}
+
+/// Whether a stream is certainly not being captured: somebody may do that without a word, and an event would become a
+/// part of the graph, or break it.
+fn is_uncaptured(driver: &impl Driver, stream: StreamId) -> bool {
+    matches!(driver.capture(stream), Ok(None))
 }

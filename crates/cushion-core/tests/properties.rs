@@ -54,7 +54,7 @@ mod tests {
             1 => addresses.clone().prop_map(|address| Action::FreeUnknown { address }),
             1 => addresses.prop_map(|address| Action::RecordUnknown { address }),
             1 => Just(Action::Snapshot),
-            2 => Just(Action::Trim),
+            8 => Just(Action::Trim),
             1 => Just(Action::ResetStats),
             1 => any::<u8>().prop_map(|rules| Action::Inject { rules }),
             1 => (sizes(), any::<u8>())

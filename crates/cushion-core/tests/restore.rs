@@ -11,7 +11,7 @@ mod tests {
     use proptest::collection::vec;
     use proptest::prelude::*;
 
-    use crate::common::{EXPANDABLE, Gpu, POLICIES, POOL, S0, S1, every_stream, gpu};
+    use crate::common::{EXPANDABLE, Gpu, PAGED, POLICIES, POOL, S0, S1, every_stream, gpu};
 
     fn held(segment: &SegmentFigures, range: Option<u64>) -> HeldSegment {
         let live = segment.blocks.iter().filter(|block| block.use_ == BlockUse::Live);
@@ -140,6 +140,52 @@ mod tests {
         gpu.check_invariants().unwrap();
         // The hole before the first part is the lowest place with room.
         assert_eq!(gpu.alloc(38 * MIB, S0).unwrap(), bases[0] - 20 * MIB);
+        gpu.check_invariants().unwrap();
+    }
+
+    #[test]
+    fn what_lies_on_pages_of_any_size_comes_back() {
+        for into in [PAGED, EXPANDABLE, ""] {
+            let first = gpu(4096, PAGED);
+            let live: Vec<u64> = (0..8).map(|i| first.alloc((3 + i) * MIB, S0).unwrap()).collect();
+            first.alloc(1000, S0).unwrap();
+            first.free(live[2]).unwrap();
+            let all = all_held(&first);
+            let second = gpu(4096, into);
+            let restored = second.restore(&all, |_| {});
+            assert!(restored.iter().all(Result::is_ok), "{restored:?}");
+            assert_eq!(second.live_and_reserved(), first.live_and_reserved());
+            second.check_invariants().unwrap();
+            second.alloc(5 * MIB, S0).unwrap();
+            second.alloc(500 * MIB, S0).unwrap();
+            second.check_invariants().unwrap();
+        }
+    }
+
+    #[test]
+    fn an_address_in_the_homes_of_others_is_refused() {
+        let gpu = gpu(256, PAGED);
+        let range = 1 << 40;
+        let held = |address: u64, range: u64| HeldSegment {
+            address,
+            size: 20 * MIB,
+            stream: S0,
+            pool: PoolId::DEFAULT,
+            small: false,
+            range: Some(range),
+            live: vec![HeldBlock { address, size: 20 * MIB, requested: 20 * MIB }],
+        };
+        // The first range has 300 MiB; homes are made before the second.
+        let all = [held(range, range), held(1 << 41, 1 << 41), held(range + 340 * MIB, range)];
+        let mut placed = 0;
+        let results = gpu.restore(&all, |_| {
+            placed += 1;
+            if placed == 2 {
+                gpu.alloc(2 * MIB, S0).unwrap();
+            }
+        });
+        let Err(RestoreError::Impossible { what, .. }) = &results[2] else { panic!("{results:?}") };
+        assert!(what.contains("taken"), "{what}");
         gpu.check_invariants().unwrap();
     }
 

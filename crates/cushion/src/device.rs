@@ -13,6 +13,7 @@ use crate::devices::{DeviceEngine, devices};
 use crate::driver::DeviceDriver;
 use crate::error::Error;
 use crate::stream::{AsStream, Stream};
+use crate::trim;
 
 /// A GPU, or a simulated one, with its caching allocator. Cheap to clone, and every clone is the same device;
 /// `Send` and `Sync`.
@@ -315,6 +316,10 @@ impl DeviceBuilder {
         if let Some(policy) = self.policy {
             engine.set_policy(policy);
         }
-        Device { engine: EngineOf::Own(Arc::new(engine)) }
+        let engine = Arc::new(engine);
+        if !engine.driver().is_simulated() {
+            trim::begin_with(&engine);
+        }
+        Device { engine: EngineOf::Own(engine) }
     }
 }

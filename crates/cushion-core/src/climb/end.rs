@@ -210,7 +210,7 @@ impl<D: Driver> Locked<'_, D> {
             receipt: 0,
             requested: request.requested,
             size: request.size,
-            wanted: request.wanted,
+            wanted: self.wanted_of(&request),
             stream: request.stream,
             pool: self.state.pools[request.pool].id,
             policy: self.state.policy,

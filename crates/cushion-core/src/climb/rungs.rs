@@ -61,8 +61,8 @@ impl<D: Driver> Engine<D> {
                 if !climb.short {
                     self.fall_short(climb);
                 }
-                let is_too_large = |wanted| wanted > self.device.total;
-                if is_too_large(self.locked(|engine| engine.request_of(climb).wanted)) {
+                let wanted = self.locked(|engine| engine.wanted_of(&engine.request_of(climb)));
+                if wanted > self.device.total {
                     // Nothing on the device could help.
                     climb.at = climb.last_before_spill();
                 }
@@ -76,7 +76,8 @@ impl<D: Driver> Engine<D> {
     pub(super) fn never_fits(&self, climb: &Climb) -> bool {
         self.locked(|engine| {
             let request = engine.request_of(climb);
-            request.wanted > engine.state.limit.unwrap_or(u64::MAX).min(engine.device.total)
+            let most = engine.state.limit.unwrap_or(u64::MAX).min(engine.device.total);
+            engine.wanted_of(&request) > most
         })
     }
 
@@ -154,7 +155,9 @@ impl<D: Driver> Engine<D> {
                 return Ok(Visit::Served(address, 0));
             }
             let seen = engine.seen(Some(engine.driver.memory_info()?.free));
-            if seen.room >= request.wanted && climb.seen.is_none_or(|it| seen.room > it.room) {
+            if seen.room >= engine.wanted_of(&request)
+                && climb.seen.is_none_or(|it| seen.room > it.room)
+            {
                 // Others gave memory back to the driver meanwhile.
                 climb.seen = Some(seen);
                 return Ok(Visit::Again);
@@ -360,7 +363,7 @@ impl<D: Driver> Situation for Asking<'_, D> {
     fn plea(&mut self, budget: Option<Duration>) -> Plea {
         let least = Duration::from_millis(self.climb.options.callback_ms);
         let time_left = budget.unwrap_or_else(|| self.climb.left(self.now()).max(least));
-        let bytes = self.engine.locked(|engine| engine.request_of(self.climb).wanted);
+        let bytes = self.engine.locked(|engine| engine.wanted_of(&engine.request_of(self.climb)));
         Plea { device: self.engine.device.device, bytes, time_left }
     }
 

@@ -20,6 +20,7 @@ pub(crate) const S1: StreamId = StreamId(1);
 pub(crate) const S2: StreamId = StreamId(2);
 pub(crate) const POOL: PoolId = PoolId(0, 7);
 pub(crate) const EXPANDABLE: &str = "expandable_segments:True";
+pub(crate) const PAGED: &str = "paged:True";
 /// A conf string for each policy.
 pub(crate) const POLICIES: [&str; 2] = ["", EXPANDABLE];
 
