@@ -52,7 +52,7 @@ pub struct Options {
     /// Whether segments grow in place instead of being fixed when they are made.
     pub expandable_segments: bool,
     /// `paged` (ours): pages with a home each, and second addresses that put free pieces side by side; takes
-    /// precedence over `expandable_segments`.
+    /// precedence over `expandable_segments`. With neither, memory is laid out in segments.
     pub paged: bool,
     /// The size of the largest pages under `paged`.
     pub page_size: u64,
@@ -106,7 +106,7 @@ impl Options {
         roundup_power2_divisions: [0; INTERVALS],
         garbage_collection_threshold: 0.0,
         expandable_segments: false,
-        paged: false,
+        paged: true,
         page_size: 80 << 20,
         trim_ms: 30_000,
         large_segment_size: 20 * MIB,
@@ -136,7 +136,8 @@ impl Options {
     /// Options marked [`resets`](OptionSpec::resets) go back to their default unless the string
     /// names them; the others keep their value. A key given twice takes effect twice, in order: the
     /// last one wins, except that a second list of `roundup_power2_divisions` changes only the
-    /// intervals it fills. On an error nothing changes.
+    /// intervals it fills. The two keys that choose a policy are read together: `paged:True` counts before
+    /// `expandable_segments:True`, and that before either `False`. On an error nothing changes.
     pub fn apply(&mut self, conf: &str) -> Result<Vec<NotOurs>, OptionsError> {
         let pairs = conf::pairs(conf)?;
         if let Some(pair) = pairs.iter().find(|pair| !is_known(&pair.key)) {
@@ -157,6 +158,9 @@ impl Options {
                     accepts: spec.accepts,
                 })?;
             }
+        }
+        if let Some(policy) = policy_asked_for(&pairs, Policy::of(self)) {
+            next.ask_for(policy);
         }
         *self = next;
 
@@ -180,15 +184,49 @@ impl Options {
     /// hand, sizes are rounded down to whole MiB, and a value out of range is written as it is.
     pub fn to_conf(&self) -> String {
         let mut conf = String::new();
+        let expandable = Policy::of(self) == Policy::Expandable;
         for spec in REGISTRY {
             let value = spec.show(self);
-            if value != spec.default {
+            // Who asks for expandable segments has said that it is not `paged`.
+            let said = expandable && spec.key == PAGED;
+            if value != spec.default && !said {
                 let comma = if conf.is_empty() { "" } else { "," };
                 // Writing to a string cannot fail.
                 let _ = write!(conf, "{comma}{}:{value}", spec.key);
             }
         }
         conf
+    }
+
+    /// The same for readers to whom a string that names no policy means PyTorch's classic allocator, as in its
+    /// snapshots: `paged` is named, and segments are not.
+    pub fn to_torch_conf(&self) -> String {
+        let conf = without_key(&self.to_conf(), PAGED);
+        match Policy::of(self) {
+            Policy::Paged if conf.is_empty() => format!("{PAGED}:True"),
+            Policy::Paged => format!("{PAGED}:True,{conf}"),
+            Policy::Segments | Policy::Expandable => conf,
+        }
+    }
+}
+
+/// The options that choose a policy.
+const EXPANDABLE: &str = "expandable_segments";
+const PAGED: &str = "paged";
+
+/// The policy that the pairs of a string ask for, where it was `before`; `None` if they say nothing of it.
+///
+/// `expandable_segments:False` is what PyTorch's users write to have what is usual, so it says no more than that: it
+/// ends `expandable`, and asks for none of the others.
+fn policy_asked_for(pairs: &[Pair], before: Policy) -> Option<Policy> {
+    let last = |key| pairs.iter().rfind(|pair| pair.key == key).map(|pair| pair.value == "True");
+    match (last(PAGED), last(EXPANDABLE)) {
+        (Some(true), _) => Some(Policy::Paged),
+        (_, Some(true)) => Some(Policy::Expandable),
+        (Some(false), _) => Some(Policy::Segments),
+        (None, Some(false)) if before == Policy::Expandable => Some(Policy::of(&Options::DEFAULT)),
+        (None, Some(false)) => Some(before),
+        (None, None) => None,
     }
 }
 
@@ -437,8 +475,9 @@ mod tests {
     }
 
     #[test]
-    fn defaults_are_those_of_pytorch() {
+    fn defaults_are_those_of_pytorch_but_for_the_policy() {
         let options = Options::default();
+        assert_eq!(Policy::of(&options), Policy::Paged);
         assert_eq!(options.max_split_size, None);
         assert_eq!(options.max_non_split_rounding, None);
         assert_eq!(options.roundup_power2_divisions, [0; 16]);
@@ -528,8 +567,71 @@ mod tests {
         let key = "graph_capture_record_stream_reuse";
         assert!(parse(&format!("{key}:True")).graph_capture_record_stream_reuse);
         assert!(!parse(&format!("{key}:False")).graph_capture_record_stream_reuse);
-        for key in ["expandable_segments", key] {
+        assert!(parse("paged:True").paged);
+        assert!(!parse("paged:False").paged);
+        for key in ["expandable_segments", "paged", key] {
             refused(key, &["true", "TRUE", "1", "0", "yes", "Truee", "[True]"]);
+        }
+    }
+
+    #[test]
+    fn a_string_asks_for_a_policy() {
+        use Policy::{Expandable, Paged, Segments};
+
+        // From each of the three: segments, expandable, paged.
+        let cases = [
+            ("", [Segments, Expandable, Paged]),
+            ("max_split_size_mb:64", [Segments, Expandable, Paged]),
+            ("expandable_segments:True", [Expandable; 3]),
+            ("expandable_segments:False", [Segments, Paged, Paged]),
+            ("paged:True", [Paged; 3]),
+            ("paged:False", [Segments; 3]),
+            // Of one string, wherever each stands.
+            ("expandable_segments:True,paged:True", [Paged; 3]),
+            ("paged:True,expandable_segments:True", [Paged; 3]),
+            ("expandable_segments:True,paged:False", [Expandable; 3]),
+            ("paged:False,expandable_segments:True", [Expandable; 3]),
+            ("expandable_segments:False,paged:True", [Paged; 3]),
+            ("paged:False,expandable_segments:False", [Segments; 3]),
+            // Said twice, the last counts.
+            ("expandable_segments:True,expandable_segments:False", [Segments, Paged, Paged]),
+            ("expandable_segments:False,expandable_segments:True", [Expandable; 3]),
+            ("paged:True,paged:False", [Segments; 3]),
+        ];
+        for (conf, expected) in cases {
+            assert_eq!(Policy::of(&parse(conf)), expected[2], "{conf}");
+            let found = Policy::ALL.map(|policy| {
+                let mut options = Options::default();
+                options.ask_for(policy);
+                options.apply(conf).unwrap();
+                // What a string gives, another can say again.
+                assert_eq!(parse(&options.to_conf()), options, "{conf}");
+                Policy::of(&options)
+            });
+            assert_eq!(found, expected, "{conf}");
+        }
+    }
+
+    #[test]
+    fn readers_of_pytorch_see_its_default_where_no_policy_is_named() {
+        let mut options = parse("max_split_size_mb:64");
+        let texts = Policy::ALL.map(|policy| {
+            options.ask_for(policy);
+            options.to_torch_conf()
+        });
+        let expected = [
+            "max_split_size_mb:64",
+            "max_split_size_mb:64,expandable_segments:True",
+            "paged:True,max_split_size_mb:64",
+        ];
+        assert_eq!(texts, expected);
+        assert_eq!(Options::default().to_torch_conf(), "paged:True");
+        for policy in Policy::ALL {
+            options.ask_for(policy);
+            let mut read = Options::default();
+            read.ask_for(Policy::Segments);
+            read.apply(&options.to_torch_conf()).unwrap();
+            assert_eq!(read, options, "{policy}");
         }
     }
 
@@ -629,7 +731,7 @@ mod tests {
 
     const ALL: &str = "max_split_size_mb:64,max_non_split_rounding_mb:48,\
                        roundup_power2_divisions:4,garbage_collection_threshold:0.6,\
-                       expandable_segments:True,paged:True,page_mb:32,trim_ms:500,large_segment_size_mb:32,\
+                       expandable_segments:True,paged:False,page_mb:32,trim_ms:500,large_segment_size_mb:32,\
                        per_process_memory_fraction:0.5,graph_capture_record_stream_reuse:True,\
                        wait_ms:0,wait_total_ms:60000,wait_base_us:20,wait_factor:1.5,\
                        wait_ceiling_ms:10,max_tries:9,callback_ms:70,skip_rungs:borrow+wait,\
@@ -641,7 +743,7 @@ mod tests {
         options.apply("").unwrap();
         let kept = Options {
             expandable_segments: true,
-            paged: true,
+            paged: false,
             page_size: 32 * MIB,
             trim_ms: 500,
             large_segment_size: 32 * MIB,
@@ -774,12 +876,16 @@ mod tests {
     fn conf_text_is_canonical() {
         let canonical = |conf: &str| parse(conf).to_conf();
         assert_eq!(canonical("expandable_segments:False,large_segment_size_mb:20"), "");
+        assert_eq!(canonical("paged:True,expandable_segments:True"), "");
+        assert_eq!(canonical("paged:False,expandable_segments:False"), "paged:False");
+        let expandable = "expandable_segments:True";
+        assert_eq!(canonical(&format!("paged:False,{expandable}")), expandable);
         assert_eq!(canonical("roundup_power2_divisions:[1:4,>:4]"), "roundup_power2_divisions:4");
         let list = "roundup_power2_divisions:[256:1,512:2,1024:4,>:8]";
         assert_eq!(canonical(list), list);
         let all = "large_segment_size_mb:32,max_split_size_mb:64,max_non_split_rounding_mb:48,\
                    roundup_power2_divisions:4,garbage_collection_threshold:0.6,\
-                   expandable_segments:True,paged:True,page_mb:32,trim_ms:500,per_process_memory_fraction:0.5,\
+                   expandable_segments:True,page_mb:32,trim_ms:500,per_process_memory_fraction:0.5,\
                    graph_capture_record_stream_reuse:True,wait_ms:0,wait_total_ms:60000,\
                    wait_base_us:20,wait_factor:1.5,wait_ceiling_ms:10,max_tries:9,callback_ms:70,\
                    skip_rungs:borrow+wait,spill_limit_mb:1024,spill_over_mb:64";
@@ -834,8 +940,8 @@ mod tests {
                 let share = self.share();
                 options.garbage_collection_threshold = if share < 1.0 { share } else { 0.5 };
             }
-            options.expandable_segments = self.below(2) == 0;
-            options.paged = self.below(2) == 0;
+            let policy = usize::try_from(self.below(3)).unwrap();
+            options.ask_for(Policy::ALL[policy]);
             options.page_size = (2 + self.below(1000)) * MIB;
             options.trim_ms = self.below(100_000);
             if self.below(2) == 0 {

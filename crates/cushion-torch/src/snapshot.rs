@@ -140,7 +140,7 @@ impl<'py> Writer<'py> {
 /// The settings as PyTorch writes them into a snapshot, and that they are Cushion's.
 fn settings<'py>(py: Python<'py>, options: &Options) -> PyResult<Bound<'py, PyDict>> {
     let settings = PyDict::new(py);
-    settings.set_item("PYTORCH_CUDA_ALLOC_CONF", options.to_conf())?;
+    settings.set_item("PYTORCH_CUDA_ALLOC_CONF", options.to_torch_conf())?;
     let max_split = options.max_split_size.map_or(-1, |size| i64::try_from(size).unwrap_or(-1));
     settings.set_item("max_split_size", max_split)?;
     settings.set_item("garbage_collection_threshold", options.garbage_collection_threshold)?;

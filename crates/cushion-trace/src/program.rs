@@ -497,6 +497,8 @@ fn spread_over_streams(steps: &mut [Rare]) {
 /// The options the trace was recorded with: its conf string, corrected by the settings in force.
 fn options_of(settings: &Settings, notes: &mut Vec<String>) -> Options {
     let mut options = Options::default();
+    // What PyTorch does when it is told nothing.
+    options.ask_for(Policy::Segments);
     if let Some(conf) = &settings.conf
         && let Err(error) = options.apply(conf)
     {

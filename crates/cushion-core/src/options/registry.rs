@@ -3,6 +3,7 @@
 use super::conf::{boolean, boolean_text, number, power_of_two, whole};
 use super::{INTERVALS, MIN_LARGE_ALLOC_MIB, OptionSpec, Options, interval};
 use crate::ladder::{Rung, RungSet};
+use crate::policy::Policy;
 use crate::size::MIB;
 
 /// All options, in the order in which they are read and shown.
@@ -112,26 +113,26 @@ pub static REGISTRY: &[OptionSpec] = &[
         unit: "True or False",
         default: "False",
         accepts: "`True` or `False`",
-        meaning: "Uses one address range per stream and pool that grows and shrinks page by page, \
-                  in place of many segments of fixed size.",
+        meaning: "`True` asks for the policy `expandable`: one address range per stream and pool that grows and \
+                  shrinks page by page. `False` takes that back, and asks for no other policy.",
         worst_case: "a new peak is slower to reach, because each page is mapped by itself.",
         resets: false,
         read: |options, value| {
             options.expandable_segments = boolean(value)?;
-            options.paged = false;
             Ok(())
         },
-        show: |options| boolean_text(options.expandable_segments),
+        show: |options| boolean_text(Policy::of(options) == Policy::Expandable),
         reset: |options| options.expandable_segments = false,
     },
     OptionSpec {
         key: "paged",
         unit: "True or False",
-        default: "False",
+        default: "True",
         accepts: "`True` or `False`",
-        meaning: "Gives pages second addresses, so that free memory serves a request wherever it lies. \
-                  Of one string, this counts rather than `expandable_segments`; of several, the last that names \
-                  either.",
+        meaning: "`True` is the policy `paged`: pages get second addresses, so that free memory serves a request \
+                  wherever it lies. `False` is `segments`, which does as PyTorch's classic allocator does, or \
+                  `expandable` where the same string has `expandable_segments:True`. Of one string that has both \
+                  `True`, this counts; of several strings, the last that names either.",
         worst_case: "a new peak is slower to reach, because pages are mapped one by one.",
         resets: false,
         read: |options, value| {
@@ -139,7 +140,7 @@ pub static REGISTRY: &[OptionSpec] = &[
             Ok(())
         },
         show: |options| boolean_text(options.paged),
-        reset: |options| options.paged = false,
+        reset: |options| options.paged = Options::DEFAULT.paged,
     },
     OptionSpec {
         key: "page_mb",

@@ -6,7 +6,8 @@
 
 use thiserror::Error;
 
-use super::{NotOurs, Options, OptionsError, REGISTRY};
+use super::conf::pairs;
+use super::{NotOurs, Options, OptionsError, REGISTRY, policy_asked_for};
 use crate::bytes::parse_bytes;
 use crate::inject::{Injection, InjectionError};
 use crate::policy::Policy;
@@ -33,11 +34,11 @@ pub struct SettingSpec {
 const POLICY: SettingSpec = SettingSpec {
     name: "policy",
     variable: "CUSHION_POLICY",
-    default: "segments",
+    default: "paged",
     accepts: "`segments`, `expandable` or `paged`",
     meaning: "How memory is laid out and got: as PyTorch's classic allocator does, as its expandable segments, or \
-              in pages that serve any request wherever they lie. The same as `expandable_segments` and `paged` \
-              in a conf string.",
+              in pages that serve any request wherever they lie. The same as `paged:False`, \
+              `expandable_segments:True` and `paged:True` in a conf string.",
 };
 const CONF: SettingSpec = SettingSpec {
     name: "conf",
@@ -165,12 +166,17 @@ impl Settings {
         if let Some(policy) = variable(POLICY.variable) {
             gathered.add_policy(POLICY.variable, &policy)?;
         }
+        let mut variables = String::new();
         for spec in REGISTRY {
             let name = spec.env_name();
             if let Some(value) = variable(&name) {
-                gathered.add(&name, &format!("{}:{value}", spec.key))?;
+                let pair = format!("{}:{value},", spec.key);
+                gathered.read(&name, &pair)?;
+                variables += &pair;
             }
         }
+        // Of a policy they speak together.
+        gathered.choose(&variables);
         if let Some(conf) = &asked.conf {
             gathered.add(CONF.name, conf)?;
         }
@@ -196,7 +202,8 @@ impl Settings {
         let inject = inject.transpose()?;
         let receipts = given(&RECEIPTS, &asked.receipts).map(|(_, path)| path);
         let simulate = Self::simulate_of(&variable)?;
-        let Gathered { options, not_ours, .. } = gathered;
+        let Gathered { mut options, policy, not_ours, .. } = gathered;
+        options.ask_for(policy);
         Ok(Self { options, log, simulate, receipts, inject, not_ours })
     }
 }
@@ -241,48 +248,53 @@ pub fn without_key(conf: &str, key: &str) -> String {
     kept.join(",")
 }
 
-/// The options that name a policy.
-const LAYOUTS: [&str; 2] = ["expandable_segments", "paged"];
-
-/// The conf strings so far as one, and what they give.
-#[derive(Debug, Default)]
+/// The conf strings so far as one, and what they give. The policy is by itself: whoever names one last decides.
+#[derive(Debug)]
 struct Gathered {
     conf: String,
     options: Options,
+    policy: Policy,
     not_ours: Vec<NotOurs>,
+}
+
+impl Default for Gathered {
+    fn default() -> Self {
+        let options = Options::DEFAULT;
+        let policy = Policy::of(&options);
+        Self { conf: String::new(), options, policy, not_ours: Vec::new() }
+    }
 }
 
 impl Gathered {
     fn add(&mut self, source_name: &str, conf: &str) -> Result<(), SettingsError> {
+        self.read(source_name, conf)?;
+        self.choose(conf);
+        Ok(())
+    }
+
+    /// Everything but the policy.
+    fn read(&mut self, source_name: &str, conf: &str) -> Result<(), SettingsError> {
         if conf.trim().is_empty() {
             return Ok(());
         }
-        // Whoever names a policy last decides.
-        let names = |key: &str| without_key(conf, key) != conf;
-        let mut before = self.conf.clone();
-        if LAYOUTS.into_iter().any(names) {
-            before = LAYOUTS.iter().fold(before, |conf, key| without_key(&conf, key));
-        }
-        let both = if before.trim().is_empty() {
-            conf.to_owned()
-        } else {
-            format!("{},{conf}", before.trim_end().trim_end_matches(','))
-        };
+        let before = self.conf.trim_end().trim_end_matches(',');
+        let both = if before.is_empty() { conf.to_owned() } else { format!("{before},{conf}") };
         let refused = |error| SettingsError::Options { source_name: source_name.to_owned(), error };
         let parsed = Options::parse(&both).map_err(refused)?;
         (self.conf, self.options, self.not_ours) = (both, parsed.options, parsed.not_ours);
         Ok(())
     }
 
+    /// The policy that a string which was read asks for, if it does.
+    fn choose(&mut self, conf: &str) {
+        let asked_for = pairs(conf).ok().and_then(|pairs| policy_asked_for(&pairs, self.policy));
+        self.policy = asked_for.unwrap_or(self.policy);
+    }
+
     fn add_policy(&mut self, source_name: &str, policy: &str) -> Result<(), SettingsError> {
         let known = Policy::ALL.into_iter().find(|known| known.name() == policy.trim());
-        let conf = match known {
-            Some(Policy::Segments) => "expandable_segments:False",
-            Some(Policy::Expandable) => "expandable_segments:True",
-            Some(Policy::Paged) => "paged:True",
-            None => return Err(refused_value(source_name, policy, POLICY.accepts)),
-        };
-        self.add(source_name, conf)
+        self.policy = known.ok_or_else(|| refused_value(source_name, policy, POLICY.accepts))?;
+        Ok(())
     }
 }
 
@@ -334,6 +346,7 @@ mod tests {
     fn nothing_given_is_the_default() {
         let settings = gather(Asked::default(), &[]).unwrap();
         assert_eq!(settings.options, Options::default());
+        assert_eq!(Policy::of(&settings.options), Policy::Paged);
         assert!(!settings.log && settings.not_ours.is_empty());
         assert_eq!(settings.simulate, None);
     }
@@ -344,13 +357,14 @@ mod tests {
         let policy = |policy: &str| Asked { policy: Some(policy.to_owned()), ..Asked::default() };
         let torch = ("PYTORCH_ALLOC_CONF", "expandable_segments:True,max_split_size_mb:64");
         assert_eq!(policy_of(Asked::default(), &[torch]), Policy::Expandable);
-        let ours = ("CUSHION_CONF", "expandable_segments:False");
+        let ours = ("CUSHION_CONF", "paged:False");
         assert_eq!(policy_of(Asked::default(), &[torch, ours]), Policy::Segments);
         let variable = ("CUSHION_POLICY", "expandable");
         assert_eq!(policy_of(Asked::default(), &[torch, ours, variable]), Policy::Expandable);
-        let of_option = ("CUSHION_EXPANDABLE_SEGMENTS", "False");
+        let of_option = ("CUSHION_PAGED", "False");
         assert_eq!(policy_of(Asked::default(), &[variable, of_option]), Policy::Segments);
         assert_eq!(policy_of(conf("expandable_segments:True"), &[of_option]), Policy::Expandable);
+        assert_eq!(policy_of(conf("paged:True"), &[torch, of_option]), Policy::Paged);
         let both =
             Asked { policy: Some("segments".to_owned()), ..conf("expandable_segments:True") };
         assert_eq!(policy_of(both, &[variable]), Policy::Segments);
@@ -358,6 +372,39 @@ mod tests {
         // Options of different sources stay side by side.
         let settings = gather(policy("expandable"), &[torch]).unwrap();
         assert_eq!(settings.options.max_split_size, Some(64 * MIB));
+    }
+
+    #[test]
+    fn not_expandable_is_whatever_it_would_be_otherwise() {
+        let not = ("CUSHION_EXPANDABLE_SEGMENTS", "False");
+        let torch = |conf| ("PYTORCH_CUDA_ALLOC_CONF", conf);
+        assert_eq!(policy_of(Asked::default(), &[not]), Policy::Paged);
+        assert_eq!(
+            policy_of(Asked::default(), &[torch("expandable_segments:True"), not]),
+            Policy::Paged
+        );
+        for policy in [Policy::Segments, Policy::Paged] {
+            let variable = ("CUSHION_POLICY", policy.name());
+            assert_eq!(policy_of(Asked::default(), &[variable, not]), policy);
+        }
+        let conf = Asked { conf: Some("expandable_segments:False".into()), ..Asked::default() };
+        assert_eq!(policy_of(conf, &[("CUSHION_PAGED", "False")]), Policy::Segments);
+    }
+
+    #[test]
+    fn the_variables_of_both_options_count_as_one_string() {
+        let both = |expandable, paged| {
+            let variables = [
+                ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"),
+                ("CUSHION_EXPANDABLE_SEGMENTS", expandable),
+                ("CUSHION_PAGED", paged),
+            ];
+            policy_of(Asked::default(), &variables)
+        };
+        assert_eq!(both("True", "True"), Policy::Paged);
+        assert_eq!(both("True", "False"), Policy::Expandable);
+        assert_eq!(both("False", "True"), Policy::Paged);
+        assert_eq!(both("False", "False"), Policy::Segments);
     }
 
     #[test]
@@ -389,7 +436,7 @@ mod tests {
                 "expandable_segments" | "graph_capture_record_stream_reuse" => {
                     (spec.env_name(), "True")
                 }
-                "paged" => (spec.env_name(), "True"),
+                "paged" => (spec.env_name(), "False"),
                 "garbage_collection_threshold" | "per_process_memory_fraction" => {
                     (spec.env_name(), "0.5")
                 }
