@@ -81,7 +81,8 @@ const char *cushion_version(void);
  * With `conf` NULL, everybody who asks so for the same GPU shares one cache, which stays for the life of the
  * process; its options are those of the CUSHION_* variables (docs/options.md). With a `conf`, as in
  * "expandable_segments:True,max_split_size_mb:256", or "" for the defaults, the device has a cache of its own and
- * looks at no variable.
+ * looks at no variable. Memory is laid out with the least waste, unless "expandable_segments:True" or "paged:False"
+ * asks for it as PyTorch has it.
  *
  * `*out` is the device, or NULL on failure. Destroy it with cushion_device_destroy.
  */

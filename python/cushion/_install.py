@@ -40,8 +40,8 @@ def install(
     `CUSHION_LOG`, `CUSHION_CONF`, `CUSHION_RECEIPTS`, `CUSHION_INJECT`, a variable for each option, and
     `PYTORCH_CUDA_ALLOC_CONF`), and else is the default. A second call only changes these settings.
 
-    :param policy: how memory is laid out: "segments", as PyTorch's classic allocator does it, which is the default;
-        "expandable", as its expandable segments; or "paged", with the least waste
+    :param policy: how memory is laid out: "paged", with the least waste, which is the default; "segments", as PyTorch's
+        classic allocator does it; or "expandable", as its expandable segments
     :param enable_logging: whether what was installed, and every shortage, survived or refused, is said on standard
         error, through Python's logger `cushion`
     :param conf: options as `key:value,key:value`, in the syntax of `PYTORCH_CUDA_ALLOC_CONF`

@@ -26,7 +26,7 @@ def main(arguments: list[str]) -> int:
         epilog="PROGRAM is a Python file, -m and a module, or a command such as torchrun; processes that it "
         "starts use Cushion too.",
     )
-    parser.add_argument("--policy", help="how memory is laid out: segments (the default), expandable or paged")
+    parser.add_argument("--policy", help="how memory is laid out: paged (the default), segments or expandable")
     parser.add_argument("--conf", help="options as key:value,key:value")
     parser.add_argument("--log", action="store_true", help="messages to standard error")
     parser.add_argument("--receipts", metavar="FILE", help="write every shortage there, as a line of JSON")

@@ -44,7 +44,7 @@ class Readme(support.TorchCase):
         gone = "After deallocation: 0 bytes in use (peak 3.81 MiB); allocations: 1 (3.81 MiB), frees: 1 (3.81 MiB)"
         self.assertTrue(lines[3].startswith(gone), lines[3])
         self.assertEqual(len(lines), 4, lines)
-        self.assertIn("installed: policy segments", log)
+        self.assertIn("installed: policy paged", log)
         self.assertNotIn("tracks", log)
         self.assertEqual([warning.filename for warning in caught], ["block"])
         self.assertIn("cannot change its allocator back", str(caught[0].message))

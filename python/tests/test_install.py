@@ -256,11 +256,11 @@ class Logging(Fake):
         out, err = self.run_both(False, None, CUSHION_LOG="1")
         self.assertEqual(out, "")
         self.assertEqual(err.count("\ncushion: cushion 0."), 2, err)
-        self.assertEqual(err.count("installed: policy segments"), 2, err)
+        self.assertEqual(err.count("installed: policy paged"), 2, err)
 
     def test_a_second_install_turns_it_off(self) -> None:
         _, err = self.run_both(False, True)
-        self.assertEqual(err.count("installed: policy segments"), 1, err)
+        self.assertEqual(err.count("installed: policy paged"), 1, err)
 
     def test_to_the_program_s_own_log(self) -> None:
         out, err = self.run_both(True, None)

@@ -16,7 +16,7 @@ OPTIONS = {
     "roundup_power2_divisions": "4",
     "garbage_collection_threshold": "0.5",
     "expandable_segments": "True",
-    "paged": "True",
+    "paged": "False",
     "page_mb": "32",
     "trim_ms": "500",
     "per_process_memory_fraction": "0.25",
@@ -41,12 +41,12 @@ def gather(environ: dict[str, str] | None = None, **arguments: object) -> _cushi
 class Defaults(unittest.TestCase):
     def test_nothing_asked_for(self) -> None:
         settings = gather()
-        self.assertEqual((settings.policy, settings.conf, settings.log), ("segments", "", False))
+        self.assertEqual((settings.policy, settings.conf, settings.log), ("paged", "", False))
         self.assertIsNone(settings.torch_variable)
 
     def test_other_variables_do_not_matter(self) -> None:
         settings = gather({"PATH": "/bin", "CUSHION_PACKAGE": "x", "CUSHION_UNKNOWN": "1"})
-        self.assertEqual((settings.policy, settings.conf, settings.log), ("segments", "", False))
+        self.assertEqual((settings.policy, settings.conf, settings.log), ("paged", "", False))
 
 
 class Arguments(unittest.TestCase):
@@ -59,7 +59,9 @@ class Arguments(unittest.TestCase):
         settings = gather(conf="max_split_size_mb:64,expandable_segments:True")
         self.assertEqual(settings.policy, "expandable")
         self.assertIn("max_split_size_mb:64", settings.conf)
-        self.assertEqual(gather(conf="expandable_segments:False").policy, "segments")
+        self.assertEqual(gather(conf="expandable_segments:False").policy, "paged")
+        self.assertEqual(gather(conf="paged:False").policy, "segments")
+        self.assertEqual(gather(conf="paged:False,expandable_segments:True").policy, "expandable")
         settings = gather(conf="paged:True,page_mb:32")
         self.assertEqual(settings.policy, "paged")
         self.assertIn("page_mb:32", settings.conf)
@@ -107,7 +109,7 @@ class Variables(unittest.TestCase):
         settings = gather(
             {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
         )
-        self.assertEqual(settings.policy, "segments")
+        self.assertEqual(settings.policy, "paged")
         self.assertEqual(settings.torch_variable, ("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64"))
 
     def test_backend_is_taken_out_of_pytorch_s(self) -> None:
@@ -129,7 +131,8 @@ class WhoWins(unittest.TestCase):
 
     def test_policy(self) -> None:
         environ = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-        self.assertEqual(gather({**environ, "CUSHION_CONF": "expandable_segments:False"}).policy, "segments")
+        self.assertEqual(gather({**environ, "CUSHION_CONF": "expandable_segments:False"}).policy, "paged")
+        self.assertEqual(gather({**environ, "CUSHION_CONF": "paged:False"}).policy, "segments")
         environ["CUSHION_CONF"] = "expandable_segments:True"
         environ["CUSHION_POLICY"] = "segments"
         self.assertEqual(gather(environ).policy, "segments")
@@ -137,8 +140,11 @@ class WhoWins(unittest.TestCase):
         self.assertEqual(gather(environ).policy, "expandable")
         self.assertEqual(gather(environ, policy="segments").policy, "segments")
         self.assertEqual(gather(environ, policy="paged").policy, "paged")
-        # What names PyTorch's segments chooses among them, and not `paged`.
-        self.assertEqual(gather({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}).policy, "segments")
+        # Not to be expandable is no wish for segments, and takes none back.
+        not_expandable = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}
+        self.assertEqual(gather(not_expandable).policy, "paged")
+        self.assertEqual(gather({**not_expandable, "CUSHION_POLICY": "segments"}).policy, "segments")
+        self.assertEqual(gather({"CUSHION_POLICY": "segments"}, conf="expandable_segments:False").policy, "segments")
         self.assertEqual(gather({**environ, "CUSHION_PAGED": "True"}).policy, "paged")
         for policy in ("segments", "expandable"):
             self.assertEqual(gather({"CUSHION_POLICY": "paged"}, policy=policy).policy, policy)

@@ -8,6 +8,9 @@
 #define MIB ((size_t)1 << 20)
 #define THREADS 8
 
+/* A conf string for each policy. */
+static const char *const POLICIES[] = {"", "expandable_segments:True", "paged:False"};
+
 /* The device under test, with a cache of its own. */
 static cushion_device *make(const char *conf) {
     cushion_device *device = NULL;
@@ -150,7 +153,8 @@ static void streams(void) {
 }
 
 static void statistics(void) {
-    cushion_device *device = make("");
+    /* PyTorch's segments: of 2 MiB for what is small, of 20 MiB for what is not much larger. */
+    cushion_device *device = make("paged:False");
     cushion_statistics stats;
     struct {
         cushion_statistics known;
@@ -234,10 +238,11 @@ static void out_of_memory(void) {
 static void odd_sizes(void) {
     const size_t capacities[] = {0, 1, MIB, SIZE_MAX / 2, SIZE_MAX};
     const size_t sizes[] = {1, 511, MIB + 1, SIZE_MAX / 2, SIZE_MAX - 511, SIZE_MAX};
+    const size_t kinds = sizeof capacities / sizeof *capacities;
     size_t i, j;
-    for (i = 0; i < sizeof capacities / sizeof *capacities; i++) {
+    for (i = 0; i < 3 * kinds; i++) {
         cushion_device *device;
-        CHECK_STATUS(CUSHION_OK, cushion_device_simulated(capacities[i], NULL, &device));
+        CHECK_STATUS(CUSHION_OK, cushion_device_simulated(capacities[i % kinds], POLICIES[i / kinds], &device));
         for (j = 0; j < sizeof sizes / sizeof *sizes; j++) {
             void *memory;
             cushion_status status = cushion_alloc(device, sizes[j], NULL, &memory);
@@ -300,11 +305,10 @@ static void everybody_shares_a_gpu(void) {
 }
 
 static void the_memory_is_real(void) {
-    const char *confs[] = {"", "expandable_segments:True", "paged:True"};
     int i;
     driver cuda = driver_open();
     for (i = 0; i < 3; i++) {
-        cushion_device *device = make(confs[i]);
+        cushion_device *device = make(POLICIES[i]);
         void *one, *a, *b;
         CHECK(cuda.stream_create(&one, 1) == 0);
         CHECK_STATUS(CUSHION_OK, cushion_alloc(device, 3 * MIB, one, &a));

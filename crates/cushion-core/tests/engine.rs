@@ -303,7 +303,7 @@ mod tests {
         );
         assert_eq!((gpu.policy(), gpu.memory_fraction()), (Policy::Expandable, 0.5));
         gpu.set_options(Options::default());
-        assert_eq!((gpu.policy(), gpu.memory_fraction()), (Policy::Segments, 1.0));
+        assert_eq!((gpu.policy(), gpu.memory_fraction()), (Policy::Paged, 1.0));
         assert_eq!(gpu.options(), Options::default());
         assert_eq!(gpu.stats().max_split_size, u64::MAX);
     }

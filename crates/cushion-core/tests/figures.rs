@@ -12,8 +12,8 @@ mod tests {
     use cushion_core::driver::Call;
     use cushion_core::size::{KIB, MIB};
     use cushion_core::{
-        Action, AllocError, BlockUse, Context, Driver, Engine, EngineConfig, Options, SimConfig,
-        SimDriver, StreamFilter, StreamId, VirtualClock,
+        Action, AllocError, BlockUse, Context, Driver, Engine, EngineConfig, SimConfig, SimDriver,
+        StreamFilter, StreamId, VirtualClock,
     };
 
     use crate::common::*;
@@ -98,7 +98,7 @@ mod tests {
             [("", SegmentAlloc, SegmentFree), (EXPANDABLE, SegmentMap, SegmentUnmap)]
         {
             let clock = Arc::new(VirtualClock::new());
-            let options = Options::parse(conf).unwrap().options;
+            let options = options(conf);
             let config = EngineConfig { options, clock: clock.clone(), ..EngineConfig::default() };
             let sim = Arc::new(SimDriver::new(SimConfig::with_capacity(100 * MIB)));
             let gpu = Engine::with_config(sim, config);
@@ -247,7 +247,7 @@ mod tests {
         for (conf, kept) in [("", 30 * MIB), (EXPANDABLE, 40 * MIB)] {
             let sim = Arc::new(SimDriver::new(SimConfig::with_capacity(200 * MIB)));
             let gpu = Engine::new(Arc::clone(&sim));
-            gpu.configure(conf).unwrap();
+            gpu.set_options(options(conf));
             let live = gpu.alloc(30 * MIB, S0).unwrap();
             let [cached, pending] = [(); 2].map(|()| gpu.alloc(40 * MIB, S0).unwrap());
             gpu.record_stream(pending, S1).unwrap();

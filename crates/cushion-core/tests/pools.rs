@@ -392,7 +392,7 @@ mod tests {
     fn the_policy_can_change_while_memory_of_both_kinds_is_held() {
         let gpu = gpu(100, EXPANDABLE);
         let paged = take(&gpu, 4 * MIB, S0);
-        gpu.configure("expandable_segments:False,max_split_size_mb:32").unwrap();
+        gpu.configure("paged:False,max_split_size_mb:32").unwrap();
         assert_eq!((gpu.policy(), gpu.stats().max_split_size), (Policy::Segments, 32 * MIB));
         gpu.free(paged).unwrap();
         let plain = take(&gpu, 4 * MIB, S0);

@@ -21,8 +21,7 @@ mod tests {
     use cushion_core::size::MIB;
     use cushion_core::{
         AllocError, Bell, CallbackId, Clock, Context as Tag, Driver, Ended, Engine, EngineConfig,
-        Ladder, Options, Rung, SimClock, SimConfig, SimDriver, StreamId, Task, VirtualClock,
-        set_budget,
+        Ladder, Rung, SimClock, SimConfig, SimDriver, StreamId, Task, VirtualClock, set_budget,
     };
 
     use crate::common::*;
@@ -95,7 +94,7 @@ mod tests {
             let sim = Arc::new(SimDriver::new(SimConfig::with_capacity(100 * MIB)));
             let driver = Arc::new(AfterWaits { sim: Arc::clone(&sim), trick: Trick::default() });
             let clock = Arc::new(SimClock::new(Arc::clone(&sim)));
-            let options = Options::parse(conf).unwrap().options;
+            let options = options(conf);
             let config = EngineConfig { options, clock, ..EngineConfig::default() };
             let gpu = Arc::new(Engine::with_config(Arc::clone(&driver), config));
             let use_on_another_stream = |gpu: &Engine<Arc<AfterWaits>>| {

@@ -16,7 +16,7 @@ mod tests {
     };
     use cushion_core::size::MIB;
     use cushion_core::{
-        AllocError, Clock, Driver, Engine, EngineConfig, Options, Outcome, Rung, SimConfig,
+        AllocError, Clock, Driver, Engine, EngineConfig, Outcome, Policy, Rung, SimConfig,
         SimDriver, StreamId, Task, VirtualClock, set_budget, set_priority,
     };
 
@@ -343,6 +343,7 @@ mod tests {
             changed: Condvar::new(),
         };
         let gpu = Engine::new(driver);
+        gpu.set_policy(Policy::Segments);
         let cached = gpu.alloc(90 * MIB, S0).unwrap();
         gpu.free(cached).unwrap();
         std::thread::scope(|scope| {
@@ -380,7 +381,7 @@ mod tests {
     impl World {
         fn new(mib: u64, conf: &str) -> Self {
             let sim = Arc::new(SimDriver::new(SimConfig::with_capacity(mib * MIB)));
-            let options = Options::parse(conf).unwrap().options;
+            let options = options(conf);
             let clock = Arc::new(VirtualClock::new());
             let config = EngineConfig { options, clock: clock.clone(), ..EngineConfig::default() };
             Self { gpu: Engine::with_config(sim, config), clock, woken: Arc::default() }

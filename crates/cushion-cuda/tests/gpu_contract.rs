@@ -85,6 +85,7 @@ fn main() -> ExitCode {
         ("a capture", capture),
         ("the engine, segments", |_, lib| engine_churns(lib, Policy::Segments)),
         ("the engine, expandable", |_, lib| engine_churns(lib, Policy::Expandable)),
+        ("the engine, paged", |_, lib| engine_churns(lib, Policy::Paged)),
         ("a shortage survived, segments", |_, lib| engine_survives(lib, Policy::Segments)),
         ("a shortage survived, expandable", |_, lib| engine_survives(lib, Policy::Expandable)),
         ("a destroyed stream", destroyed_stream),
@@ -209,8 +210,8 @@ fn capture(driver: &CudaDriver, lib: &Lib) {
 }
 
 fn engine(policy: Policy) -> Engine<CudaDriver> {
-    let expandable_segments = policy == Policy::Expandable;
-    let options = Options { expandable_segments, ..Options::default() };
+    let mut options = Options::default();
+    options.ask_for(policy);
     Engine::with_config(device(), EngineConfig { options, ..EngineConfig::default() })
 }
 
@@ -252,11 +253,8 @@ fn engine_churns(lib: &Lib, policy: Policy) {
 /// Memory runs out while other streams are at work on what was freed: just enough of it is waited for. What does not fit
 /// even then goes to host memory, if the device can use that.
 fn engine_survives(lib: &Lib, policy: Policy) {
-    let options = Options {
-        expandable_segments: policy == Policy::Expandable,
-        spill_limit: 4 * WORK,
-        ..Options::default()
-    };
+    let mut options = Options { spill_limit: 4 * WORK, ..Options::default() };
+    options.ask_for(policy);
     let clock = Arc::new(RealClock::default());
     let config = EngineConfig { options, clock, ..EngineConfig::default() };
     let engine = Engine::with_config(device(), config);

@@ -558,15 +558,15 @@ mod tests {
     // ---- the engine ----
 
     fn engine(policy: Policy) -> Engine<CudaDriver> {
-        let expandable_segments = policy == Policy::Expandable;
-        let options = Options { expandable_segments, ..Options::default() };
+        let mut options = Options::default();
+        options.ask_for(policy);
         Engine::with_config(device(0), EngineConfig { options, ..EngineConfig::default() })
     }
 
     #[test]
     fn the_engine_runs_on_it() {
         with_standin(&[], |lib| {
-            for policy in [Policy::Segments, Policy::Expandable] {
+            for policy in Policy::ALL {
                 let engine = engine(policy);
                 let mut churn = Churn::new(&engine, 200);
                 for _ in 0..2000 {
@@ -646,7 +646,7 @@ mod tests {
     #[test]
     fn any_call_may_fail() {
         with_standin(&[], |lib| {
-            for policy in [Policy::Segments, Policy::Expandable] {
+            for policy in Policy::ALL {
                 for code in [999, 2, 400] {
                     fail_every_call(lib, policy, code);
                 }

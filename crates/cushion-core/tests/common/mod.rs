@@ -9,7 +9,7 @@ use cushion_core::driver::Call;
 use cushion_core::size::MIB;
 use cushion_core::testing::RealClock;
 use cushion_core::{
-    AllocError, Clock, Ended, Engine, EngineConfig, Ladder, Options, PoolId, Receipt, Rung,
+    AllocError, Clock, Ended, Engine, EngineConfig, Ladder, Options, Policy, PoolId, Receipt, Rung,
     Shortage, SimClock, SimConfig, SimDriver, StreamFilter, StreamId, Tried,
 };
 
@@ -21,8 +21,17 @@ pub(crate) const S2: StreamId = StreamId(2);
 pub(crate) const POOL: PoolId = PoolId(0, 7);
 pub(crate) const EXPANDABLE: &str = "expandable_segments:True";
 pub(crate) const PAGED: &str = "paged:True";
-/// A conf string for each policy.
+/// A conf string for each of PyTorch's policies.
 pub(crate) const POLICIES: [&str; 2] = ["", EXPANDABLE];
+
+/// The options of a conf string to which segments are the default: what these tests say of sizes and addresses is
+/// PyTorch's layout, to the byte.
+pub(crate) fn options(conf: &str) -> Options {
+    let mut options = Options::default();
+    options.ask_for(Policy::Segments);
+    options.apply(conf).unwrap();
+    options
+}
 
 /// A device of so many MiB.
 pub(crate) fn gpu(mib: u64, conf: &str) -> Gpu {
@@ -45,7 +54,7 @@ pub(crate) fn gpu_on(
     ladder: Ladder,
     clock: impl FnOnce(&Arc<SimDriver>) -> Arc<dyn Clock>,
 ) -> Gpu {
-    let options = Options::parse(conf).unwrap().options;
+    let options = options(conf);
     let sim = Arc::new(SimDriver::new(SimConfig::with_capacity(mib * MIB)));
     let config = EngineConfig { options, ladder, clock: clock(&sim), ..EngineConfig::default() };
     Engine::with_config(sim, config)
