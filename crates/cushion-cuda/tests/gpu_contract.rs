@@ -48,7 +48,7 @@ fn main() -> ExitCode {
     let lib = Lib::open();
     assert_eq!(lib.cuCtxSetCurrent(0), 0);
 
-    let checks: [(&str, Check); 22] = [
+    let checks: [(&str, Check); 23] = [
         ("properties", |driver, _| contract::check_properties(driver)),
         ("plain memory", |driver, _| contract::check_plain_memory(driver)),
         ("pages", |driver, _| contract::check_pages(driver)),

@@ -386,6 +386,7 @@ mod tests {
         let devices = Devices::new();
         devices.simulate(1 << 30).unwrap();
         assert!(devices.are_simulated());
+        devices.configure("paged:False").unwrap();
         let gpu = devices.get_or_make(1).unwrap();
         let address = gpu.alloc(3 << 20, StreamId(0)).unwrap();
         assert_eq!(gpu.stats().reserved_bytes.all.current, 20 << 20);

@@ -243,6 +243,9 @@ mod tests {
         }
         let wrong = Device::builder().conf("max_split_size_mb:soon").unwrap_err();
         assert!(matches!(wrong, Error::Options(_)), "{wrong}");
+        assert_eq!(Device::simulated(GIB).engine().policy(), Policy::Paged);
+        let gpu = Device::builder().conf("paged:False").unwrap().simulated(GIB);
+        assert_eq!(gpu.engine().policy(), Policy::Segments);
         let gpu = Device::builder().conf("expandable_segments:True").unwrap().simulated(GIB);
         assert_eq!(gpu.engine().policy(), Policy::Expandable);
         assert!(gpu.set_memory_fraction(1.5).is_err());

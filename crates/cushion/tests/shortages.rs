@@ -11,8 +11,8 @@ mod tests {
 
     use cushion::core::{Bell, Clock};
     use cushion::{
-        AllocError, Buffer, BufferFuture, Device, Error, Outcome, Rung, Stream, SystemClock, Task,
-        set_budget,
+        AllocError, Buffer, BufferFuture, Device, Error, Outcome, Policy, Rung, Stream,
+        SystemClock, Task, set_budget,
     };
 
     const MIB: usize = 1 << 20;
@@ -238,16 +238,27 @@ mod tests {
 
     #[test]
     fn memory_is_there_ahead_of_time() {
-        let gpu = gpu();
-        let stream = gpu.new_stream().unwrap();
-        gpu.prefetch(300 << 20, &stream).unwrap();
-        assert_eq!((gpu.memory_allocated(), gpu.memory_reserved()), (0, 300 << 20));
-        let misses = gpu.cache_stats().misses;
-        let _buffer = gpu.alloc_uninit::<u8>(300 * MIB, &stream).unwrap();
-        assert_eq!(gpu.cache_stats().misses, misses, "nothing is asked of the device");
-        assert!(gpu.prefetch(900 << 20, &stream).unwrap_err().is_out_of_memory());
-        let elsewhere = Device::simulated(1 << 30);
-        assert!(matches!(gpu.prefetch(1, &elsewhere.default_stream()), Err(Error::OtherDevice)));
+        for policy in Policy::ALL {
+            let gpu = Device::builder().policy(policy).simulated(1 << 30);
+            let stream = gpu.new_stream().unwrap();
+            gpu.prefetch(300 << 20, &stream).unwrap();
+            let reserved = gpu.memory_reserved();
+            match policy {
+                Policy::Segments => assert_eq!(reserved, 300 << 20),
+                // Whole pages.
+                _ => assert!((300 << 20..320 << 20).contains(&reserved), "{policy}: {reserved}"),
+            }
+            assert_eq!(gpu.memory_allocated(), 0);
+            let misses = gpu.cache_stats().misses;
+            let _buffer = gpu.alloc_uninit::<u8>(300 * MIB, &stream).unwrap();
+            assert_eq!(gpu.cache_stats().misses, misses, "nothing is asked of the device");
+            assert!(gpu.prefetch(900 << 20, &stream).unwrap_err().is_out_of_memory());
+            let elsewhere = Device::simulated(1 << 30);
+            assert!(matches!(
+                gpu.prefetch(1, &elsewhere.default_stream()),
+                Err(Error::OtherDevice)
+            ));
+        }
     }
 
     #[test]
@@ -329,7 +340,8 @@ mod tests {
 
     #[test]
     fn calls_of_the_driver_are_made_to_fail() {
-        let gpu = gpu();
+        // Each request is one call for plain memory.
+        let gpu = Device::builder().policy(Policy::Segments).simulated(1 << 30);
         gpu.inject(&"driver=alloc,nth=1; driver=alloc,nth=3,fault=999".parse().unwrap());
         let full = alloc(&gpu, 100).unwrap_err();
         assert!(full.is_out_of_memory(), "{full}");

@@ -46,7 +46,7 @@ mod tests {
             assert_eq!(one.engine().policy(), Policy::Expandable, "as the variable says");
             let own = Device::builder().cuda(1).unwrap();
             assert_eq!((own.index(), own.memory_allocated()), (1, 0));
-            assert_eq!(own.engine().policy(), Policy::Segments);
+            assert_eq!(own.engine().policy(), Policy::Paged);
             drop(kept);
             assert!(matches!(
                 Device::cuda(2),
