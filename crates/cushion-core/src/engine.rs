@@ -41,7 +41,7 @@ use crate::stitch::Stitches;
 ///
 /// let gpu = Engine::new(SimDriver::new(SimConfig::with_capacity(1 << 30)));
 /// let address = gpu.alloc(3 << 20, StreamId(0))?;
-/// assert_eq!(gpu.stats().reserved_bytes.all.current, 20 << 20);
+/// assert_eq!(gpu.stats().allocated_bytes.all.current, 3 << 20);
 /// gpu.free(address)?;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
