@@ -172,6 +172,8 @@ class Readme(support.TorchCase):
                 call()
         self.assertEqual(door.get_memory_stats()["oom_count"], 6)
 
+    # Under the default there is nothing to give back: what is cached serves the second request.
+    @support.process(CUSHION_POLICY="segments")
     def test_retries_are_counted(self) -> None:
         import torch
 
@@ -200,8 +202,8 @@ class WithoutTorch(support.ProcessCase):
 
         allocator = door.CUDAAllocator()
         address = allocator.allocate(3 * MIB, device="cuda:0")
-        self.assertEqual(support.Standin().held(), 20 * MIB)
-        self.assertEqual(door.get_memory_stats()["used_gb"] * GIB, 20 * MIB)
+        self.assertEqual(support.Standin().held(), 4 * MIB, "whole pages")
+        self.assertEqual(door.get_memory_stats()["used_gb"] * GIB, 4 * MIB)
         allocator.deallocate(address)
         door.clear_cache()
         self.assertEqual(support.Standin().held(), 0)
@@ -235,13 +237,13 @@ class Simulated(support.ProcessCase):
         self.assertEqual(
             {name: value * GIB / MIB for name, value in stats.items() if name.endswith("_gb")},
             {
-                "used_gb": 20,
-                "free_gb": 8e9 / MIB - 20,
+                "used_gb": 4,
+                "free_gb": 8e9 / MIB - 4,
                 "total_gb": 8e9 / MIB,
                 "allocated_gb": 3,
                 "peak_allocated_gb": 3,
-                "reserved_gb": 20,
-                "cached_gb": 17,
+                "reserved_gb": 4,
+                "cached_gb": 1,
             },
         )
         self.assertEqual(door.get_memory_stats("cuda:1")["allocated_gb"] * GIB, 4 * MIB)
@@ -258,6 +260,7 @@ class Simulated(support.ProcessCase):
             allocator.allocate(1, device=128)
         self.assertNotIn("torch", sys.modules)
 
+    @support.process(CUSHION_POLICY="segments")
     def test_out_of_memory_and_retries(self) -> None:
         import custom_cuda_allocator as door
 

@@ -195,7 +195,7 @@ class MemoryApi(TorchCase):
                 set_settings("max_split_size_mb:1")
             self.assertIn("roundup_power2_divisions", _cushion.conf())
             set_settings("pinned_num_register_threads:4,backend:native")
-            set_settings("expandable_segments:" + ("True" if self.policy == "segments" else "False"))
+            set_settings("expandable_segments:True" if self.policy == "segments" else "paged:False")
         before = len(torch.cuda.memory_snapshot())
         b = torch.empty(64 * MIB, dtype=torch.uint8, device="cuda")
         kinds = {segment["is_expandable"] for segment in torch.cuda.memory_snapshot()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import re
 import subprocess
 import threading
@@ -485,6 +486,7 @@ class Shortage(support.TorchCase):
     def test_custom_cuda_allocator_tries_again_later_and_smaller(self) -> None:
         import custom_cuda_allocator as door
 
+        os.environ["CUSHION_POLICY"] = self.policy
         door.setup_allocator()
         self.addCleanup(self.check)
         began = time.monotonic()

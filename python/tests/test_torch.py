@@ -84,9 +84,10 @@ class Installing(TorchCase):
         import cushion
         from cushion import _cushion
 
-        cushion.install(policy="expandable", conf="per_process_memory_fraction:0.5,max_split_size_mb:64")
+        cushion.install(policy="segments", conf="per_process_memory_fraction:0.5,max_split_size_mb:64")
         kept = torch.empty(MIB, dtype=torch.uint8, device="cuda")
         self.assertEqual(_cushion.memory_fraction(0), 0.5)
+        self.assertIn("paged:False", _cushion.conf())
         cushion.install()
         self.assertEqual(_cushion.conf(), "")
         self.assertEqual(_cushion.memory_fraction(0), 1.0)
