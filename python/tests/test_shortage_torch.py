@@ -482,7 +482,10 @@ class Shortage(support.TorchCase):
 
     # ---- the door that asks for less ----
 
-    @support.process(OOM_MAX_RETRIES="3", OOM_DELAY_MS="20", OOM_SIZE_FACTOR="0.5", OOM_VERBOSE="1")
+    # A GiB is 52 pages of 20 MiB under `expandable`.
+    @support.process(
+        STANDIN_CAPACITY=str(1040 * MIB), OOM_MAX_RETRIES="3", OOM_DELAY_MS="20", OOM_SIZE_FACTOR="0.5", OOM_VERBOSE="1"
+    )
     def test_custom_cuda_allocator_tries_again_later_and_smaller(self) -> None:
         import custom_cuda_allocator as door
 

@@ -295,6 +295,23 @@ mod tests {
         assert_eq!(gpu.alloc_at_once_for(MIB, S0, Context::NONE).unwrap(), Some(address));
     }
 
+    /// Though its pages would be rounded up where there is more.
+    #[test]
+    fn what_fits_the_device_exactly_is_served_by_pages() {
+        for mib in [2, 6, 90, 1000, 1022, 1024] {
+            let gpu = gpu(mib, "paged:True");
+            let all = take(&gpu, mib * MIB, S0);
+            assert_eq!(reserved_mib(&gpu), mib);
+            gpu.free(all).unwrap();
+            gpu.empty_cache().unwrap();
+            let half = take(&gpu, mib / 2 * MIB, S0);
+            let more = take(&gpu, mib / 2 * MIB, S0);
+            assert_ne!(half, more);
+            assert!(gpu.alloc(2 * MIB, S0).is_err());
+            gpu.check_invariants().unwrap();
+        }
+    }
+
     #[test]
     fn options_are_replaced_as_a_whole() {
         let gpu = gpu(
