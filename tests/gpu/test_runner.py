@@ -84,7 +84,10 @@ class Groups(unittest.TestCase):
         with mock.patch.dict(groups.MODES), mock.patch.dict(groups.TWINS):
             groups.only("paged")
             self.assertEqual(list(groups.MODES), ["native", "expandable", "cushion paged"])
-            self.assertEqual(len(groups.benches(2)[0].jobs), 6)
+            group = groups.benches(2)[0]
+            self.assertEqual(len(group.jobs), 6)
+            figures = {"items_per_s": 1.0, "peak_reserved": 1, "loss": 2.0}
+            self.assertEqual(outcome.wrong_figures(group.name, {mode: [figures] for mode in groups.MODES}), [])
 
     def test_commands_of_measuring_programs(self):
         jobs = {job.key: job.command for group in groups.benches(1) for job in group.jobs}

@@ -4,7 +4,7 @@
 //!
 //! `cargo bench -p cushion-core --bench long_run -- [OPERATIONS]`, a billion unless told. The device and its clock are
 //! simulated; a phase of a million operations takes ten minutes of its time, and between phases the program does
-//! nothing for as long as twice `trim_ms`.
+//! nothing for a minute: then what is free and could go has to be gone.
 
 #![expect(clippy::print_stdout, reason = "the bench's table is its output")]
 
@@ -16,6 +16,9 @@ use cushion_core::{Clock, Engine, EngineConfig, Policy, SimClock, SimConfig, Sim
 
 const GIB: u64 = 1 << 30;
 const DEVICE: u64 = 80 * GIB;
+/// How often the thread of a program looks, and how many looks may pass before memory is back: a minute.
+const BETWEEN_LOOKS: Duration = Duration::from_secs(2);
+const LOOKS: u32 = 30;
 /// Operations in a phase.
 const PHASE: u64 = 1_000_000;
 
@@ -73,8 +76,10 @@ impl Run<'_> {
         let target = (1 + below(&mut self.random, 60)) * GIB;
         let shapes: Vec<u64> = (0..4 + below(&mut self.random, 60))
             .map(|_| {
-                let scale = below(&mut self.random, 22);
-                512 + below(&mut self.random, (512 << scale).min(target / 4))
+                // As in real programs, most are small; the largest are a few hundred MiB.
+                let scale =
+                    below(&mut self.random, 12) + 8 * u64::from(below(&mut self.random, 8) == 0);
+                512 + below(&mut self.random, (512 << scale).min(target / 16))
             })
             .collect();
         let mut bytes: u64 = self.live.iter().map(|&(_, size)| size).sum();
@@ -116,8 +121,8 @@ impl Run<'_> {
         let stats = self.engine.stats();
         worst.blocks = worst.blocks.max(stats.blocks());
         worst.refused = stats.shortages_refused;
-        for _ in 0..3 {
-            self.clock.advance(Duration::from_millis(self.engine.options().trim_ms));
+        for _ in 0..LOOKS {
+            self.clock.advance(BETWEEN_LOOKS);
             self.engine.trim().expect("a driver that works");
         }
         self.engine.check_invariants().expect("everything is consistent");
