@@ -55,6 +55,7 @@ impl<D: Driver> Locked<'_, D> {
         if self.state.pools[request.pool].id != PoolId::DEFAULT {
             return Ok(None);
         }
+        self.recall_leaving();
         let (own, other) = if request.small {
             (PoolTable::SMALL, PoolTable::LARGE)
         } else {

@@ -10,7 +10,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use crate::driver::{Driver, DriverResult, StreamId};
 use crate::engine::Engine;
 use crate::locked::Locked;
-use crate::pool::{Lane, PoolIndex};
+use crate::pool::{Lane, PoolId, PoolIndex};
 
 /// What is known of the work on a lane's free memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -90,7 +90,9 @@ impl<D: Driver> Locked<'_, D> {
         if lane.is_some_and(|lane| drained.covers((pool, stream), lane)) {
             return Ok(Work::Done);
         }
-        if stream != asking && !self.lasts(stream) {
+        // A graph is replayed on any stream, and may still run when its pool is released.
+        let is_graphs = self.state.pools[pool].id != PoolId::DEFAULT;
+        if is_graphs || stream != asking && !self.lasts(stream) {
             return Ok(Work::Unknown);
         }
         Ok(if self.is_idle(stream)? { Work::Done } else { Work::UnderWay })

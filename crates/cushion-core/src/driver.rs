@@ -50,6 +50,8 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
+use crate::policy::Policy;
+
 /// A CUDA stream, by its raw handle. Zero is the default stream.
 #[derive(
     Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default, Serialize, Deserialize,
@@ -77,9 +79,18 @@ pub struct Properties {
     pub total: u64,
     /// Smallest size of a page; page sizes are multiples of it.
     pub granularity: u64,
+    /// Whether pages can be mapped at all; where they cannot, every policy is `segments`.
+    pub has_pages: bool,
     /// What a process takes of the device beside the memory it asks for, at most: its context and its
     /// code. What is used beyond that, and is not the engine's, other processes hold.
     pub process_overhead: u64,
+}
+
+impl Properties {
+    /// The policy in force where one is asked for: the others need pages.
+    pub(crate) fn possible(&self, asked_for: Policy) -> Policy {
+        if self.has_pages { asked_for } else { Policy::Segments }
+    }
 }
 
 /// What the device reports of its memory now, other processes included.
@@ -245,7 +256,8 @@ pub trait Driver: fmt::Debug + Send + Sync {
     /// Waits until all marked work is done.
     fn event_synchronize(&self, event: EventId) -> DriverResult<()>;
 
-    /// Waits until all work queued on `stream` so far is done.
+    /// Waits until all work queued on `stream` so far is done, and what graphs captured on it do wherever they run: the
+    /// whole device, if need be.
     fn stream_synchronize(&self, stream: StreamId) -> DriverResult<()>;
 
     /// The capture under way on `stream`, if any.

@@ -122,7 +122,7 @@ impl<D: Driver> Engine<D> {
         counters.max_split_size.set(options.max_split_size.unwrap_or(u64::MAX));
         let limit = limit_of(options.per_process_memory_fraction, device.total);
         let state = State {
-            policy: Policy::of(&options),
+            policy: device.possible(Policy::of(&options)),
             options,
             ladder,
             blocks: BlockTable::default(),
@@ -459,7 +459,7 @@ impl<D: Driver> Engine<D> {
         let options = &state.options;
         // A policy that was set otherwise stays, unless the options ask for another.
         if Policy::of(options) != Policy::of(&before) {
-            state.policy = Policy::of(options);
+            state.policy = self.device.possible(Policy::of(options));
         }
         let most = options.max_split_size.unwrap_or(u64::MAX);
         self.counters.max_split_size.set(most);
@@ -499,9 +499,11 @@ impl<D: Driver> Engine<D> {
         self.lock().policy
     }
 
-    /// Changes the policy. Memory that another policy laid out stays as it is until it is given back.
+    /// Changes the policy. Memory that another policy laid out stays as it is until it is given back. Where the device
+    /// has no pages, it is `segments` whatever is asked for.
     pub fn set_policy(&self, policy: Policy) {
         self.changing(|engine| {
+            let policy = engine.device.possible(policy);
             engine.state.policy = policy;
             engine.state.options.ask_for(policy);
         });

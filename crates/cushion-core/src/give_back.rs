@@ -155,6 +155,20 @@ impl<D: Driver> Locked<'_, D> {
         self.state.pages.retry_leftovers(self.driver);
         self.count_pages();
         self.retry_ranges();
+        self.retry_addresses();
+    }
+
+    /// Gives back the addresses of segments with no page in them that the driver would not take, or that lost their last
+    /// page to somebody else.
+    fn retry_addresses(&mut self) {
+        let State { pools, blocks, .. } = &*self.state;
+        let lanes = pools.iter().flat_map(|(_, pool)| pool.lanes());
+        let unmapped = lanes.flat_map(|(_, lane)| lane.unmapped().map(|(_, id)| id));
+        let unused: Vec<BlockId> = unmapped.filter(|&id| !blocks[id].is_split()).collect();
+        for id in unused {
+            // What it will not take stays for the next time.
+            let _ = self.unreserve(id);
+        }
     }
 
     /// Private pools that nobody uses any more: all of them, or the one named.
@@ -262,6 +276,7 @@ impl<D: Driver> Locked<'_, D> {
     /// What could be given back, each with its bytes: whole free segments, and pages nobody is at work on. Pages of
     /// streams of which that is not known come with their stream.
     fn candidates(&mut self, asking: StreamId, drained: &Drained) -> DriverResult<Candidates> {
+        self.recall_leaving();
         let mut work: BTreeMap<(PoolIndex, StreamId), Work> = BTreeMap::new();
         let mut found = Candidates::default();
         for half in self.halves_to_give_back() {

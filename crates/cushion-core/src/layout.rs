@@ -82,8 +82,11 @@ impl<D: Driver> Locked<'_, D> {
         match self.state.layout.place(self.moment(request)?)? {
             Place::Home(address) => {
                 let id = lane.free_at(address)?;
-                let fits = address + request.size <= self.state.blocks[id].end();
-                fits.then_some(Found::Piece { block: id, address })
+                let block = &self.state.blocks[id];
+                // Another policy may have had the addresses since.
+                let is_home = self.state.segments[block.segment].backing == Backing::Homes;
+                let fits = address + request.size <= block.end();
+                (fits && is_home).then_some(Found::Piece { block: id, address })
             }
             Place::Range(range) => self.can_lend(range, request).then_some(Found::Range(range)),
         }

@@ -96,7 +96,10 @@ impl<D: Driver> Locked<'_, D> {
         let id = *self.state.live.get(&address).ok_or(AddressError::Unknown { address })?;
         let block = &self.state.blocks[id];
         if block.stream != stream {
-            self.state.pools[block.pool].lane_mut(block.stream).is_shared = true;
+            // One that only borrowed it is no other.
+            if !block.uses_without_event().contains(&stream) {
+                self.state.pools[block.pool].lane_mut(block.stream).is_shared = true;
+            }
             self.note_use(id, stream);
         }
         Ok(())

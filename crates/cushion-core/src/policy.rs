@@ -52,10 +52,11 @@ impl Policy {
     /// The policy that options ask for.
     #[must_use]
     pub fn of(options: &Options) -> Self {
-        if options.paged {
-            Self::Paged
-        } else if options.expandable_segments {
+        // Paged is the default: what is asked for beside it counts.
+        if options.expandable_segments {
             Self::Expandable
+        } else if options.paged {
+            Self::Paged
         } else {
             Self::Segments
         }

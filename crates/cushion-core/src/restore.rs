@@ -215,7 +215,10 @@ impl<D: Driver> Locked<'_, D> {
         let taken = || impossible("its range is taken, or too small for it");
         let unmapped = lane
             .and_then(|lane| lane.unmapped_at(address))
-            .filter(|&id| address + request.size <= self.state.blocks[id].end())
+            .filter(|&id| {
+                let end = address.checked_add(request.size);
+                end.is_some_and(|end| end <= self.state.blocks[id].end())
+            })
             .ok_or_else(taken)?;
         let State { blocks, segments, pools, .. } = &mut *self.state;
         let segment = &segments[blocks[unmapped].segment];

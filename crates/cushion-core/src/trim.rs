@@ -23,9 +23,9 @@ use crate::driver::{Driver, DriverResult, EventId, StreamId};
 use crate::engine::Engine;
 use crate::history::Context;
 use crate::homes::Found;
-use crate::locked::Locked;
+use crate::locked::{Locked, State};
 use crate::policy::{GiveBack, Policy, Request};
-use crate::pool::PoolIndex;
+use crate::pool::{PoolIndex, PoolTable};
 use crate::segment::Backing;
 
 /// How many pages are unmapped before others get the lock: some hundreds of microseconds.
@@ -164,12 +164,39 @@ impl<D: Driver> Locked<'_, D> {
         }
     }
 
+    /// Puts those pages back into their lanes that a request could be made of.
+    fn recall_for(&mut self, request: &Request) {
+        let State { homes, blocks, pools, pending, .. } = &mut *self.state;
+        let other = (!request.small).then(|| pools.other_half(request.pool));
+        let serves = |page: &mut BlockId| {
+            let pool = blocks[*page].pool;
+            pool == request.pool || Some(pool) == other
+        };
+        let mut back = Vec::new();
+        for leave in &mut homes.windows.leaving {
+            if leave.stream == request.stream {
+                back.extend(leave.pages.extract_if(.., serves));
+            }
+        }
+        homes.windows.leaving.retain(|leave| {
+            if leave.pages.is_empty()
+                && let Some(event) = leave.event
+            {
+                pending.keep_event(event);
+            }
+            !leave.pages.is_empty()
+        });
+        back.into_iter().for_each(|page| {
+            self.merge_free(page);
+        });
+    }
+
     /// What serves a request that found nothing, with the pages that were on their way back.
     pub(crate) fn find_recalled(&mut self, request: &Request, policy: Policy) -> Option<Found> {
         if self.state.homes.windows.leaving.is_empty() {
             return None;
         }
-        self.recall_leaving();
+        self.recall_for(request);
         let found = self.find(request, policy)?;
         self.note_needed(found, request.size);
         Some(found)
@@ -246,10 +273,12 @@ impl<D: Driver> Locked<'_, D> {
     /// The pages that are wholly free, of streams that an event can be recorded on.
     fn free_pages(&self) -> Vec<FreePage> {
         let mut free = Vec::new();
-        for pool in self.halves_to_give_back() {
+        // A graph may still run, on any stream, when its pool is released: what it had goes with the cache.
+        for pool in [PoolTable::LARGE, PoolTable::SMALL] {
             let lanes = self.state.pools[pool].lanes().filter(|&(stream, _)| self.lasts(stream));
             for (stream, lane) in lanes {
-                for (_, _, id) in lane.free().iter() {
+                // A smaller one has no whole page in it.
+                for id in lane.free().at_least(self.device.granularity) {
                     let segment = self.state.blocks[id].segment;
                     if self.state.segments[segment].backing != Backing::Homes {
                         continue;

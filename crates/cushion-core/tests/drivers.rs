@@ -42,6 +42,7 @@ mod tests {
             total: contract::NEEDED,
             capacity: contract::NEEDED,
             granularity: 64 * KIB,
+            has_pages: true,
             host: contract::NEEDED,
         }));
         assert!(contract::check_host_pages(&sim()), "the simulated device has such pages");
@@ -84,8 +85,13 @@ mod tests {
             granularity: MIB,
             ..SimConfig::with_capacity(100 * MIB)
         });
-        let properties =
-            Properties { device: 5, total: 100 * MIB, granularity: MIB, process_overhead: 0 };
+        let properties = Properties {
+            device: 5,
+            total: 100 * MIB,
+            granularity: MIB,
+            has_pages: true,
+            process_overhead: 0,
+        };
         assert_eq!(driver.properties(), properties);
         let free = || driver.memory_info().unwrap().free / MIB;
 

@@ -9,7 +9,7 @@ mod tests {
     use cushion_core::driver::{Call, FailWhen, Fault};
     use cushion_core::size::{GIB, MIB};
     use cushion_core::{
-        CheckedDriver, Engine, EngineConfig, LastingStreams, Options, SimConfig, SimDriver,
+        CheckedDriver, Engine, EngineConfig, LastingStreams, Options, Policy, SimConfig, SimDriver,
         StreamId,
     };
 
@@ -380,6 +380,29 @@ mod tests {
         gpu.free(block).unwrap();
         gpu.driver().fail(FailWhen::Nth(Call::EventRecord, 1), Fault::Failed(999));
         assert!(gpu.alloc(64 * MIB, S1).is_ok());
+    }
+
+    // ---- devices ----
+
+    #[test]
+    fn a_device_without_pages_is_served_as_segments_are() {
+        let config = SimConfig { has_pages: false, ..SimConfig::with_capacity(1024 * MIB) };
+        let gpu = Engine::new(Arc::new(SimDriver::new(config)));
+        let block = gpu.alloc(20 * MIB, S0).unwrap();
+        assert_eq!(gpu.policy(), Policy::Segments);
+        for asked_for in Policy::ALL {
+            gpu.set_policy(asked_for);
+            gpu.configure("paged:True").unwrap();
+            assert_eq!(gpu.policy(), Policy::Segments);
+        }
+        gpu.free(block).unwrap();
+        gpu.check_invariants().unwrap();
+    }
+
+    #[test]
+    fn a_policy_named_beside_the_default_counts() {
+        let options = Options { expandable_segments: true, ..Options::default() };
+        assert_eq!(Policy::of(&options), Policy::Expandable);
     }
 
     // ---- addresses ----

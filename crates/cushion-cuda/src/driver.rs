@@ -67,7 +67,8 @@ impl CudaDriver {
             properties: Properties {
                 device,
                 total,
-                granularity,
+                granularity: granularity.unwrap_or(PAGE),
+                has_pages: granularity.is_some(),
                 process_overhead: PROCESS_OVERHEAD,
             },
             access: [id].iter().chain(&peers).map(|&device| read_and_write(device)).collect(),
@@ -202,12 +203,17 @@ fn peers_of(api: &Api, device: CUdevice, count: u32) -> Vec<CUdevice> {
     others.filter(reaches).collect()
 }
 
-/// The smallest page; 2 MiB, as on every device that has them, where there are none to ask about.
-fn granularity(api: &Api, device: CUdevice, kinds: &PageKinds) -> CallResult<u64> {
+/// The smallest page, where the device has any.
+const PAGE: u64 = 2 * MIB;
+
+/// The smallest page; `None` where there are none to ask about.
+fn granularity(api: &Api, device: CUdevice, kinds: &PageKinds) -> CallResult<Option<u64>> {
     if api.attribute(device, Attribute::PAGES)? == 0 {
-        return Ok(2 * MIB);
+        return Ok(None);
     }
-    kinds.first_not_refused(|kind| api.granularity(&kind.properties(on_device(device))))
+    let page =
+        kinds.first_not_refused(|kind| api.granularity(&kind.properties(on_device(device))))?;
+    Ok(Some(page))
 }
 
 fn read_and_write(device: CUdevice) -> CUmemAccessDesc {

@@ -48,6 +48,8 @@ pub struct SimConfig {
     pub capacity: u64,
     /// Smallest size of a page.
     pub granularity: u64,
+    /// Whether it has pages.
+    pub has_pages: bool,
     /// Host memory in bytes that pages may be made of.
     pub host: u64,
 }
@@ -56,7 +58,14 @@ impl SimConfig {
     /// A device of `capacity` bytes with pages of 2 MiB and up, and plenty of host memory.
     #[must_use]
     pub fn with_capacity(capacity: u64) -> Self {
-        Self { device: 0, total: capacity, capacity, granularity: 2 * MIB, host: PLENTY }
+        Self {
+            device: 0,
+            total: capacity,
+            capacity,
+            granularity: 2 * MIB,
+            has_pages: true,
+            host: PLENTY,
+        }
     }
 }
 
@@ -284,8 +293,8 @@ fn invalid<T>(call: Call) -> DriverResult<T> {
 
 impl Driver for SimDriver {
     fn properties(&self) -> Properties {
-        let SimConfig { device, total, granularity, .. } = self.config;
-        Properties { device, total, granularity, process_overhead: 0 }
+        let SimConfig { device, total, granularity, has_pages, .. } = self.config;
+        Properties { device, total, granularity, has_pages, process_overhead: 0 }
     }
 
     fn memory_info(&self) -> DriverResult<MemoryInfo> {
@@ -322,7 +331,7 @@ impl Driver for SimDriver {
 
     fn reserve(&self, bytes: u64) -> DriverResult<u64> {
         let mut state = self.enter(Call::Reserve, bytes)?;
-        if bytes == 0 || !bytes.is_multiple_of(self.config.granularity) {
+        if !self.config.has_pages || bytes == 0 || !bytes.is_multiple_of(self.config.granularity) {
             return invalid(Call::Reserve);
         }
         let address = state.place(Call::Reserve, bytes)?;
