@@ -1,9 +1,9 @@
 //! Whether the work that used free memory is done: asked before it goes to another stream, or its pages go.
 //!
 //! A free on a block's own stream records no event. Of a stream that is certainly there, the one that asks, the
-//! default one, or one that the program says it never destroys, the driver can tell at the moment of need. Any other may have been destroyed, and its handle must not
-//! be used: such streams are waited for without it, with no lock held. What was free in a lane before the wait, and is
-//! still there because nothing has been freed in that lane since, is done with.
+//! default one, or one that the program says it never destroys, the driver can tell at the moment of need. Any other may
+//! have been destroyed, and its handle must not be used: such streams are waited for without it, with no lock held. What
+//! was free in a lane before the wait, and is still there because nothing has been freed in that lane since, is done with.
 
 use std::collections::{BTreeMap, BTreeSet};
 

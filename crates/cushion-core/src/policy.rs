@@ -1,9 +1,10 @@
 //! Policies: how memory is laid out and got.
 //!
-//! A policy decides five things, and nothing else in the engine asks which policy it is: which free block
+//! A policy decides six things, and nothing else in the engine asks which policy it is: which free block
 //! serves a hit, whether several may serve it together, when a block is split, where memory for a miss comes
-//! from, and what of a free block may be given back. The first four are asked of the policy in force; the
-//! last of the policy that made the segment, because the policy can be changed while the engine runs.
+//! from, how much the driver must have for it, and what of a free block may be given back. The last is asked of
+//! the policy that made the segment, because the policy can be changed while the engine runs; the others of the
+//! one in force.
 
 mod expandable;
 mod paged;
@@ -129,7 +130,7 @@ pub(crate) enum GiveBack {
     Pages { start: u64, end: u64 },
 }
 
-/// The five decisions.
+/// The six decisions.
 pub(crate) trait Rules: Sync {
     /// Whether it gives pages second addresses, so that several free blocks can serve one request.
     fn stitches(&self) -> bool {
