@@ -34,7 +34,7 @@ mod tests {
 trace                     policy      allocs  live peak     floor  reserved peak  excess    driver  result
 stream_offload.pickle.gz  segments      3577   9.85 GiB  9.85 GiB      12.08 GiB  1.2264   6.51 ms  fits
 stream_offload.pickle.gz  expandable    3577   9.85 GiB  9.85 GiB      10.00 GiB  1.0154  22.65 ms  fits
-stream_offload.pickle.gz  paged         3577   9.85 GiB  9.85 GiB       9.85 GiB  1.0003  15.66 ms  fits
+stream_offload.pickle.gz  paged         3577   9.85 GiB  9.85 GiB       9.88 GiB  1.0029  16.25 ms  fits
 ";
         assert_eq!(text(&output.stdout), expected);
         assert_eq!(text(&output.stderr), "");
