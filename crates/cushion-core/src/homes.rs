@@ -199,7 +199,11 @@ impl<D: Driver> Locked<'_, D> {
             } else if let Some(fresh) =
                 self.pages_at_home(plan.missing, request, policy, context)?
             {
-                return self.stitch(plan, fresh, request, context);
+                match self.stitch(plan, fresh, request, context)? {
+                    Some(block) => Some(block),
+                    // There are no addresses for a range.
+                    None => self.grow_at_home(request, policy, context)?,
+                }
             } else {
                 None
             };

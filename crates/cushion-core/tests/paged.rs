@@ -123,6 +123,18 @@ mod tests {
     }
 
     #[test]
+    fn where_there_are_no_addresses_for_a_range_the_homes_grow() {
+        let (gpu, sim) = checked(2048, "paged:True,page_mb:16");
+        let blocks: Vec<u64> = (0..12).map(|_| gpu.alloc(64 * MIB, S0).unwrap()).collect();
+        load(&gpu, 64 * MIB);
+        let _kept = free_every_second(&gpu, &blocks);
+        sim.fail(FailWhen::Nth(Call::Reserve, 1), Fault::OutOfMemory);
+        gpu.alloc(200 * MIB, S0).unwrap();
+        assert_eq!((gpu.page_figures().ranges, gpu.stats().shortages), (0, 0));
+        gpu.check_invariants().unwrap();
+    }
+
+    #[test]
     fn a_block_of_a_range_that_another_stream_uses_is_free_when_that_is_done() {
         let (gpu, sim) = checked(2048, "paged:True,page_mb:16");
         let blocks: Vec<u64> = (0..12).map(|_| gpu.alloc(64 * MIB, S0).unwrap()).collect();
