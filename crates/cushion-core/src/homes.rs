@@ -296,8 +296,10 @@ impl<D: Driver> Locked<'_, D> {
             };
             let made = self.paged_segment(bytes, Backing::Homes, request, policy, context)?;
             if made.is_some() {
+                // Of small ones only whole pages are looked for.
+                let least = if request.small { self.device.granularity } else { 0 };
                 let pool = &mut self.state.pools[request.pool];
-                pool.lane_mut(request.stream).keep_by_address();
+                pool.lane_mut(request.stream).keep_by_address(least);
                 return Ok(made);
             }
         }

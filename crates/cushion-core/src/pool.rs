@@ -42,8 +42,8 @@ pub(crate) type PoolIndex = Id<Pool>;
 pub(crate) struct Lane {
     /// By size, then address: the first that is large enough is the best fit.
     free: FreeIndex,
-    /// The same by address, in lanes that look for what lies at one.
-    by_address: Option<FreeIndex>,
+    /// Those of at least so many bytes by address, in lanes that look for what lies at one.
+    by_address: Option<(u64, FreeIndex)>,
     /// Unmapped blocks by address.
     unmapped: BTreeMap<u64, BlockId>,
     /// How often a block joined the free ones.
@@ -61,21 +61,28 @@ impl Lane {
         &self.free
     }
 
-    /// The free block that `address` lies in. Only in a lane that is [kept by address](Self::keep_by_address).
+    /// The free block that `address` lies in, if it lies in one that is [kept by address](Self::keep_by_address).
     pub(crate) fn free_at(&self, address: u64) -> Option<BlockId> {
+        let (_, by_address) = self.by_address.as_ref()?;
         // Here the address comes first, so that what is smaller begins before it.
-        self.by_address.as_ref()?.smaller_than(address + 1).next()
+        by_address.smaller_than(address + 1).next()
     }
 
-    /// From now on, free blocks can be looked up by address.
-    pub(crate) fn keep_by_address(&mut self) {
+    /// From now on, free blocks of at least so many bytes can be looked up by address.
+    pub(crate) fn keep_by_address(&mut self, least: u64) {
         if self.by_address.is_none() {
             let mut by_address = FreeIndex::default();
-            for (size, address, id) in self.free.iter() {
+            for (size, address, id) in self.free.iter().filter(|&(size, ..)| size >= least) {
                 by_address.insert(address, size, id);
             }
-            self.by_address = Some(by_address);
+            self.by_address = Some((least, by_address));
         }
+    }
+
+    /// The index by address, if a block of this size is in it.
+    fn by_address(&mut self, size: u64) -> Option<&mut FreeIndex> {
+        let (least, by_address) = self.by_address.as_mut()?;
+        (size >= *least).then_some(by_address)
     }
 
     /// All unmapped blocks, lowest address first.
@@ -91,7 +98,7 @@ impl Lane {
     pub(crate) fn insert_free(&mut self, size: u64, address: u64, id: BlockId) {
         let new = self.free.insert(size, address, id);
         debug_assert!(new, "a block is in the free index once");
-        if let Some(by_address) = &mut self.by_address {
+        if let Some(by_address) = self.by_address(size) {
             by_address.insert(address, size, id);
         }
         self.frees += 1;
@@ -101,7 +108,7 @@ impl Lane {
     pub(crate) fn remove_free(&mut self, size: u64, address: u64) {
         let removed = self.free.remove(size, address);
         debug_assert!(removed, "a free block is in the free index");
-        if let Some(by_address) = &mut self.by_address {
+        if let Some(by_address) = self.by_address(size) {
             by_address.remove(address, size);
         }
         self.stats.taken(size, || self.free.largest());
