@@ -11,11 +11,11 @@ use std::hash::BuildHasher;
 use rustc_hash::FxBuildHasher;
 
 use crate::block::BlockId;
-use crate::driver::{Driver, StreamId};
+use crate::driver::Driver;
 use crate::homes::Found;
 use crate::locked::Locked;
 use crate::policy::Request;
-use crate::pool::PoolIndex;
+use crate::pool::Lane;
 use crate::segment::Backing;
 use crate::stitch::StitchId;
 
@@ -47,8 +47,10 @@ pub(crate) struct Layout {
 }
 
 impl Moment {
-    fn of((pool, stream): (PoolIndex, StreamId), live: u64, size: u64) -> Self {
-        Self(FxBuildHasher.hash_one((pool, stream, live, size)))
+    /// What now is in the lane of a request; those of small ones have no name.
+    fn now(lane: &Lane, request: &Request) -> Option<Self> {
+        let &Request { pool, stream, size, small, .. } = request;
+        (!small).then(|| Self(FxBuildHasher.hash_one((pool, stream, lane.live(), size))))
     }
 
     #[expect(clippy::cast_possible_truncation, reason = "a hash")]
@@ -79,7 +81,7 @@ impl<D: Driver> Locked<'_, D> {
     /// What serves a request as it was served before at this moment, if that is free.
     pub(crate) fn served_before(&self, request: &Request) -> Option<Found> {
         let lane = self.state.pools[request.pool].lane(request.stream)?;
-        match self.state.layout.place(self.moment(request)?)? {
+        match self.state.layout.place(Moment::now(lane, request)?)? {
             Place::Home(address) => {
                 let id = lane.free_at(address)?;
                 let block = &self.state.blocks[id];
@@ -94,7 +96,8 @@ impl<D: Driver> Locked<'_, D> {
 
     /// Remembers where a request is about to be served: by a free block of its lane.
     pub(crate) fn remember(&mut self, request: &Request, id: BlockId) {
-        let Some(moment) = self.moment(request) else { return };
+        let lane = self.state.pools[request.pool].lane(request.stream);
+        let Some(moment) = lane.and_then(|lane| Moment::now(lane, request)) else { return };
         let block = &self.state.blocks[id];
         let place = match self.state.segments[block.segment].backing {
             Backing::Stitched(range) => Place::Range(range),
@@ -102,15 +105,5 @@ impl<D: Driver> Locked<'_, D> {
             Backing::Plain | Backing::Pages { .. } => return,
         };
         self.state.layout.remember(moment, place);
-    }
-
-    /// What now is, in the lane of a request.
-    fn moment(&self, request: &Request) -> Option<Moment> {
-        if request.small {
-            return None;
-        }
-        let lane = self.state.pools[request.pool].lane(request.stream)?;
-        let live = lane.live();
-        Some(Moment::of((request.pool, request.stream), live, request.size))
     }
 }

@@ -1,4 +1,4 @@
-//! Near the limit: a page that is wholly free is split into smaller ones before a block takes only a part of it.
+//! Near the limit: a page that is wholly free is split in two before a block takes only a part of it.
 //!
 //! A page that is half used cannot go where memory is missing, and near the limit its other half is what is missing.
 //! Splitting costs driver calls, and needs the work on the page to be done: where it is not, the page stays as it is.

@@ -99,12 +99,18 @@ mod tests {
 
     // ---- stitched ranges ----
 
-    #[test]
-    fn free_pieces_serve_one_large_request_and_again_without_a_driver_call() {
+    /// An engine with 384 MiB free, in pieces of 64.
+    fn in_pieces() -> (Checked, Arc<SimDriver>) {
         let (gpu, sim) = checked(2048, "paged:True,page_mb:16");
         let blocks: Vec<u64> = (0..12).map(|_| gpu.alloc(64 * MIB, S0).unwrap()).collect();
         load(&gpu, 64 * MIB);
-        let _kept = free_every_second(&gpu, &blocks);
+        free_every_second(&gpu, &blocks);
+        (gpu, sim)
+    }
+
+    #[test]
+    fn free_pieces_serve_one_large_request_and_again_without_a_driver_call() {
+        let (gpu, sim) = in_pieces();
         let held = sim.held();
         let large = gpu.alloc(200 * MIB, S0).unwrap();
         assert_eq!(sim.held(), held, "no memory is asked for");
@@ -124,10 +130,7 @@ mod tests {
 
     #[test]
     fn where_there_are_no_addresses_for_a_range_the_homes_grow() {
-        let (gpu, sim) = checked(2048, "paged:True,page_mb:16");
-        let blocks: Vec<u64> = (0..12).map(|_| gpu.alloc(64 * MIB, S0).unwrap()).collect();
-        load(&gpu, 64 * MIB);
-        let _kept = free_every_second(&gpu, &blocks);
+        let (gpu, sim) = in_pieces();
         sim.fail(FailWhen::Nth(Call::Reserve, 1), Fault::OutOfMemory);
         gpu.alloc(200 * MIB, S0).unwrap();
         assert_eq!((gpu.page_figures().ranges, gpu.stats().shortages), (0, 0));
@@ -136,10 +139,7 @@ mod tests {
 
     #[test]
     fn a_block_of_a_range_that_another_stream_uses_is_free_when_that_is_done() {
-        let (gpu, sim) = checked(2048, "paged:True,page_mb:16");
-        let blocks: Vec<u64> = (0..12).map(|_| gpu.alloc(64 * MIB, S0).unwrap()).collect();
-        load(&gpu, 64 * MIB);
-        let _kept = free_every_second(&gpu, &blocks);
+        let (gpu, sim) = in_pieces();
         let large = gpu.alloc(200 * MIB, S0).unwrap();
         sim.launch(S1);
         gpu.record_stream(large, S1).unwrap();
