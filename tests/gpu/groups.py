@@ -5,7 +5,7 @@ A group takes a few minutes on an NVIDIA H200, `shortages` a quarter of an hour.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 POLICIES = ("segments", "expandable", "paged")
 
@@ -51,6 +51,12 @@ class Job:
     waits: bool = False
     # Other files of this folder that it runs, or folders with such, from here.
     runs: tuple[str, ...] = ()
+
+    @property
+    def policy(self) -> str | None:
+        """Of Cushion's, the one it is about; None if it is about all of them, or none."""
+        command = self.command
+        return command[command.index("--policy") + 1] if "--policy" in command else None
 
 
 @dataclass(frozen=True)
@@ -143,13 +149,19 @@ def benches(rounds: int) -> list[Group]:
 
 
 def only(policy: str) -> None:
-    """From here on, nothing is measured of Cushion's but this policy."""
+    """From here on, the tables have nothing of Cushion's but this policy."""
     for mode in [mode for mode in TWINS if mode != f"cushion {policy}"]:
         del MODES[mode], TWINS[mode]
 
 
-def of_kind(kind: str, rounds: int) -> list[Group]:
-    return tests() if kind == "test" else benches(rounds)
+def of_kind(kind: str, rounds: int, policy: str | None = None) -> list[Group]:
+    """The groups of a kind; with a policy, without the jobs that are about another."""
+    groups = tests() if kind == "test" else benches(rounds)
+    if policy is None:
+        return groups
+    return [
+        replace(group, jobs=tuple(job for job in group.jobs if job.policy in (None, policy))) for group in groups
+    ]
 
 
 def chosen(groups: list[Group], names: list[str]) -> list[Group]:

@@ -1,6 +1,6 @@
 """Runs the programs of this folder on a machine with a GPU, group by group, and writes what came of it.
 
-    python tests/gpu/run.py test|bench [--group NAME]... [--rounds N] [--fresh] [--out FOLDER] [--list]
+    python tests/gpu/run.py test|bench [--group NAME]... [--policy P] [--rounds N] [--fresh] [--out FOLDER] [--list]
 
 What passed is recorded, and not run again until the program or the package changes; --fresh forgets it.
 So a run that was stopped, or that went over several calls, goes on where it was. The record is
@@ -272,7 +272,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--group", action="append", default=[], metavar="NAME", help="may be given again")
     parser.add_argument("--list", action="store_true", help="say what groups there are")
     parser.add_argument("--rounds", type=int, default=3, help="of each workload of bench, 3 unless told")
-    parser.add_argument("--policy", choices=POLICIES, help="of Cushion's, bench measures this one alone")
+    parser.add_argument("--policy", choices=POLICIES, help="of Cushion's, this one alone")
     again = parser.add_mutually_exclusive_group()
     again.add_argument("--resume", action="store_true", help="go on from what is recorded; the default")
     again.add_argument("--fresh", action="store_true", help="forget what is recorded of the groups chosen")
@@ -285,15 +285,15 @@ def told(given: argparse.Namespace) -> str:
     words = ["python tests/gpu/run.py", given.kind]
     words += [f"--group {name}" for name in given.group]
     words += [f"--rounds {given.rounds}"] if given.kind == "bench" and given.rounds != 3 else []
-    words += [f"--policy {given.policy}"] if given.kind == "bench" and given.policy else []
+    words += [f"--policy {given.policy}"] if given.policy else []
     return " ".join(words)
 
 
 def main(arguments: list[str]) -> int:
     given = parse(arguments)
-    if given.policy and given.kind == "bench":
+    if given.policy:
         only(given.policy)
-    groups = of_kind(given.kind, given.rounds)
+    groups = of_kind(given.kind, given.rounds, given.policy)
     try:
         selected = chosen(groups, given.group)
     except ValueError as error:

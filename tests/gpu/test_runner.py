@@ -88,6 +88,10 @@ class Groups(unittest.TestCase):
             self.assertEqual(len(group.jobs), 6)
             figures = {"items_per_s": 1.0, "peak_reserved": 1, "loss": 2.0}
             self.assertEqual(outcome.wrong_figures(group.name, {mode: [figures] for mode in groups.MODES}), [])
+            every = {job.key for group in groups.of_kind("test", 1, "paged") for job in group.jobs}
+            self.assertLessEqual({"race paged", "replayed generate", "contract", "capped"}, every)
+            self.assertFalse({"race segments", "race expandable"} & every)
+            self.assertEqual(groups.of_kind("bench", 2, "paged"), groups.benches(2))
 
     def test_commands_of_measuring_programs(self):
         jobs = {job.key: job.command for group in groups.benches(1) for job in group.jobs}

@@ -325,6 +325,7 @@ def measure(workload: Workload, result: dict) -> None:
         result["loss"] = workload.loss
     result["items_per_s"] = round(items / seconds, 1)
     result["s_per_step"] = round(seconds / (steps - warm), 4)
+    result["step_s"] = [round(took, 5) for took in times]
 
 
 def memory_figures() -> dict:
