@@ -159,9 +159,7 @@ def of_kind(kind: str, rounds: int, policy: str | None = None) -> list[Group]:
     groups = tests() if kind == "test" else benches(rounds)
     if policy is None:
         return groups
-    return [
-        replace(group, jobs=tuple(job for job in group.jobs if job.policy in (None, policy))) for group in groups
-    ]
+    return [replace(group, jobs=tuple(job for job in group.jobs if job.policy in (None, policy))) for group in groups]
 
 
 def chosen(groups: list[Group], names: list[str]) -> list[Group]:

@@ -170,8 +170,8 @@ def peaks(results: list[dict]) -> list[int]:
 # Tables
 
 
-def ratio(ours: float | None, theirs: float | None) -> str:
-    return "" if ours is None or not theirs else f"{ours / theirs:.3f}"
+def ratio(number: float | None, by: float | None) -> str:
+    return "" if number is None or not by else f"{number / by:.3f}"
 
 
 def number(value: float | None, digits: int = 0) -> str:
@@ -230,33 +230,35 @@ def figures(result: dict[str, Any]) -> str:
 
 
 def workloads_table(groups: list[Group], outcomes: dict[str, Outcome]) -> list[list[str]]:
-    """Items per second: the median, and the least and the most of all rounds. What disturbs a run only slows it, so
-    where rounds of one mode lie far apart the best of each says more than the medians."""
-    rows = [
-        ["workload", "mode", "items/s", "least … most", "/ PyTorch's", "best of each", "peak reserved", "last loss"]
-    ]
+    """Items per second: the median, and the least and the most of all rounds; and Cushion's speed by PyTorch's."""
+    rows = [["workload", "mode", "items/s", "least … most", "/ native", "/ expandable", "peak reserved", "last loss"]]
     for group in groups:
         if group.name not in WORKLOADS:
             continue
         results = by_mode(group, outcomes, MODES)
-        speeds = {mode: [result["items_per_s"] for result in results[mode]] for mode in MODES}
         for mode in MODES:
             if not results[mode]:
                 continue
-            twin = TWINS.get(mode)
-            middle = statistics.median(speeds[mode])
-            spread = f"{number(min(speeds[mode]), 1)} … {number(max(speeds[mode]), 1)}"
-            of_medians = of_best = ""
-            if twin and results[twin]:
-                of_medians = ratio(middle, statistics.median(speeds[twin]))
-                of_best = ratio(max(speeds[mode]), max(speeds[twin]))
+            speeds = [result["items_per_s"] for result in results[mode]]
+            spread = f"{number(min(speeds), 1)} … {number(max(speeds), 1)}"
+            shares = ["", ""]
+            if mode in TWINS:
+                ours = undisturbed(results[mode])
+                shares = [ratio(undisturbed(results[theirs]), ours) for theirs in ("native", "expandable")]
             peak = " ".join(f"{value:,}" for value in peaks(results[mode]))
-            if twin and peaks(results[mode]) == peaks(results[twin]):
+            if mode in TWINS and peaks(results[mode]) == peaks(results[TWINS[mode]]):
                 peak += " ="
             seen = losses(results[mode])
             span = " … ".join(str(loss) for loss in sorted({min(seen), max(seen)})) if seen else ""
-            rows.append([group.name, mode, number(middle, 1), spread, of_medians, of_best, peak, span])
+            rows.append([group.name, mode, number(statistics.median(speeds), 1), spread, *shares, peak, span])
     return rows
+
+
+def undisturbed(results: list[dict]) -> float | None:
+    """Seconds of a run whose every step took its median over the rounds. A step is the same work in all of them, and
+    what disturbs one round seldom comes at the same step of the next."""
+    steps = list(zip(*(result["step_s"] for result in results)))
+    return sum(statistics.median(took) for took in steps) if steps else None
 
 
 def speed_table(groups: list[Group], outcomes: dict[str, Outcome]) -> list[list[str]]:
@@ -316,11 +318,11 @@ NOTES = {
     "test": "Each row is one program of `tests/gpu`, whose first lines say what it does, in its own process.",
     "bench": (
         "Modes take turns, every second round backwards. *native* and *expandable* are PyTorch's allocator\n"
-        "without and with `expandable_segments:True`; Cushion's `segments` is compared with the first, its\n"
-        "`expandable` and `paged` with the second. Items per second are medians over the rounds; *best of each*\n"
-        "compares the fastest rounds: what disturbs a run only slows it, so where rounds of one mode lie far apart\n"
-        "that says more. Peak reserved is in bytes, and `=` says that it is that of the one compared with, to the\n"
-        "byte.\n\n"
+        "without and with `expandable_segments:True`. Items per second are medians over the rounds, with the least\n"
+        "and the most of them. Cushion's speed by PyTorch's is told from the steps, each of which is the same work in\n"
+        "every run: from its median over the rounds, summed up, so that what disturbs one round does not count. Peak\n"
+        "reserved is in bytes, and `=` says that it is, to the byte, native's under `segments`, and expandable's\n"
+        "under the other policies.\n\n"
         "Nanoseconds are medians of turns of a few hundredths of a second that the modes take side by side;\n"
         "Cushion's share is the median of those of each round, and in brackets is the middle half of them."
     ),
