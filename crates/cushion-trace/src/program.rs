@@ -294,7 +294,8 @@ impl Builder<'_> {
     }
 
     fn alloc(&mut self, index: usize, event: Event) {
-        self.enter_pool(self.pool_at(event.addr));
+        let pool = event.pool.map_or_else(|| self.pool_at(event.addr), |(a, b)| PoolId(a, b));
+        self.enter_pool(pool);
         if !self.expandable && self.holdings.is_paged(event.addr) {
             // Only expandable segments reuse their own memory.
             self.switch_expandable(true);

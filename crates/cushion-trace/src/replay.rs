@@ -265,8 +265,13 @@ fn device_for(
     let config_of_engine =
         EngineConfig { options, ladder: config.ladder, clock, ..EngineConfig::default() };
     let engine = Engine::with_config(Arc::clone(&driver), config_of_engine);
-    // A trace does not say that a stream was destroyed.
-    engine.set_lasting_streams(LastingStreams::All);
+    // A trace does not say that a stream was destroyed. Nor does it say which were idle, when one could have borrowed
+    // from another; but what was borrowed under `paged` is recorded as the lender's. So a run that is repeated as it was
+    // has nobody borrow again: streams that may be gone do not.
+    let repeats = Policy::of(&program.options) == Policy::Paged && config.policy == Policy::Paged;
+    if !repeats || config.capacity.is_some() {
+        engine.set_lasting_streams(LastingStreams::All);
+    }
     if config.capacity.is_some() {
         engine.set_memory_limit(config.capacity);
     }

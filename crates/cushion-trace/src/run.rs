@@ -345,13 +345,18 @@ impl<'a, W: Watch> Run<'a, W> {
                         unreachable!("a program uses what it allocated: {error}")
                     });
                 }
-                self.free(slot)?;
+                // In a capture its event would be recorded only at the end, after those of later frees.
+                self.outside_capture(|run| run.free(slot))?;
             }
             Rare::Complete { slot } => {
                 if let Some((other, work)) = self.pending.remove(&slot) {
                     self.seen.hurried += u64::from(self.driver.is_finished(other, work));
                     self.driver.finish_until(other, work);
-                    self.complete_in_capture()?;
+                    // PyTorch can complete a free during a capture by the order of the graph, which a trace does not
+                    // show. That it did is enough.
+                    if self.window.is_some() {
+                        self.outside_capture(|run| Ok(run.engine.process_events()?))?;
+                    }
                 }
             }
             Rare::Refused { event, size, stream, private } => {
@@ -478,12 +483,15 @@ impl<'a, W: Watch> Run<'a, W> {
         }
     }
 
-    /// PyTorch can complete a free during a capture by the order of the graph, which a trace does not
-    /// show. That it did is enough: step out of the capture for a moment.
-    fn complete_in_capture(&mut self) -> Result<(), Stop> {
-        if let Some(pool) = self.window {
-            self.end_pool();
-            self.engine.process_events()?;
+    /// Does something outside of the capture under way, if any.
+    fn outside_capture(
+        &mut self,
+        act: impl FnOnce(&mut Self) -> Result<(), Stop>,
+    ) -> Result<(), Stop> {
+        let window = self.window;
+        self.end_pool();
+        act(self)?;
+        if let Some(pool) = window {
             self.begin_pool(pool);
         }
         Ok(())
