@@ -57,6 +57,7 @@ mod queue;
 mod receipt;
 mod restore;
 mod segment;
+mod settings;
 mod shortages;
 mod snapshot;
 mod spill;
@@ -66,6 +67,7 @@ mod stitch;
 mod stuck;
 mod table;
 mod trim;
+mod unmap;
 
 pub use bytes::parse_bytes;
 pub use callbacks::{Answer, Callback, CallbackId, Plea, Reply};

@@ -466,6 +466,21 @@ impl<D: Driver> Locked<'_, D> {
         self.counters.requested_bytes.decrease(small, requested);
     }
 
+    /// Takes `start..end` of a free block, which keeps the block's identity, out of its lane; the rest stays.
+    pub(crate) fn cut_free(&mut self, id: BlockId, start: u64, end: u64) {
+        let State { blocks, pools, .. } = &mut *self.state;
+        let block = &blocks[id];
+        let pool = &mut pools[block.pool];
+        let searches = pool.searches;
+        let lane = pool.lane_mut(block.stream);
+        lane.remove_free(block.size, block.address);
+        for rest in blocks.cut(id, start, end).into_iter().flatten() {
+            let block = &mut blocks[rest];
+            block.free_since = searches;
+            lane.insert_free(block.size, block.address, rest);
+        }
+    }
+
     /// A block becomes free and merges with its neighbours; returns how many, and their bytes.
     pub(crate) fn merge_free(&mut self, id: BlockId) -> (u64, u64) {
         let block = &self.state.blocks[id];
