@@ -148,12 +148,6 @@ def benches(rounds: int) -> list[Group]:
     return [*groups, Group("speed", "what a malloc and a free cost the CPU", (speed,))]
 
 
-def only(policy: str) -> None:
-    """From here on, the tables have nothing of Cushion's but this policy."""
-    for mode in [mode for mode in TWINS if mode != f"cushion {policy}"]:
-        del MODES[mode], TWINS[mode]
-
-
 def of_kind(kind: str, rounds: int, policy: str | None = None) -> list[Group]:
     """The groups of a kind; with a policy, without the jobs that are about another."""
     groups = tests() if kind == "test" else benches(rounds)

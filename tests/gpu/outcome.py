@@ -151,7 +151,7 @@ def wrong_figures(workload: str, results: dict[str, list[dict]]) -> list[str]:
                         f"{workload}, {mode}: the last loss is {loss}, "
                         f"and PyTorch's {middle} give or take {allowed:.6f}"
                     )
-    if workload in SINGLE_STREAM and "cushion segments" in MODES:
+    if workload in SINGLE_STREAM and results["cushion segments"]:
         ours, theirs = (peaks(results[mode]) for mode in ("cushion segments", "native"))
         if ours != theirs:
             wrong.append(f"{workload}: peak reserved is {ours} under segments, and {theirs} under native")
@@ -170,8 +170,8 @@ def peaks(results: list[dict]) -> list[int]:
 # Tables
 
 
-def ratio(number: float | None, by: float | None) -> str:
-    return "" if number is None or not by else f"{number / by:.3f}"
+def ratio(value: float | None, by: float | None) -> str:
+    return "" if value is None or not by else f"{value / by:.3f}"
 
 
 def number(value: float | None, digits: int = 0) -> str:

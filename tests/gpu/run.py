@@ -27,7 +27,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import outcome
-from groups import POLICIES, Group, Job, chosen, of_kind, only
+from groups import POLICIES, Group, Job, chosen, of_kind
 from outcome import Outcome
 
 HERE = Path(__file__).resolve().parent
@@ -291,8 +291,6 @@ def told(given: argparse.Namespace) -> str:
 
 def main(arguments: list[str]) -> int:
     given = parse(arguments)
-    if given.policy:
-        only(given.policy)
     groups = of_kind(given.kind, given.rounds, given.policy)
     try:
         selected = chosen(groups, given.group)

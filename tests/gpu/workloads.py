@@ -6,8 +6,8 @@
 NAME is gpt2_train, llama_varlen, stream_offload, generate, vision_multires or graphs_serving; MODE is
 native, expandable, async or cushion (with a policy). Prints one JSON line: peaks in bytes, seconds per
 step and items per second over the last two thirds of the steps, the seconds of each of these, the last
-loss, retries, and whether memory ran out. All figures of memory are from `torch.cuda.memory_stats()`. Takes 15
-to 45 seconds.
+loss, retries, and whether memory ran out. All figures of memory are from `torch.cuda.memory_stats()`.
+Takes 15 to 45 seconds.
 
 With --wait it prepares all that needs no GPU, says so with a line of JSON, and goes on at a line on
 standard input: half of a short run is imports, and several can prepare at once.

@@ -294,8 +294,7 @@ impl Builder<'_> {
     }
 
     fn alloc(&mut self, index: usize, event: Event) {
-        let pool = event.pool.map_or_else(|| self.pool_at(event.addr), |(a, b)| PoolId(a, b));
-        self.enter_pool(pool);
+        self.enter_pool(self.pool_of(&event));
         if !self.expandable && self.holdings.is_paged(event.addr) {
             // Only expandable segments reuse their own memory.
             self.switch_expandable(true);
@@ -371,7 +370,7 @@ impl Builder<'_> {
             match event.action {
                 Action::SegmentFree | Action::SegmentUnmap => {
                     plain += u32::from(event.action == Action::SegmentFree);
-                    pools.push(self.pool_at(event.addr));
+                    pools.push(self.pool_of(&event));
                     self.holdings.take(&event);
                 }
                 Action::FreeCompleted if self.release_follows(next) => {
@@ -462,8 +461,11 @@ impl Builder<'_> {
         }
     }
 
-    fn pool_at(&self, address: u64) -> PoolId {
-        self.holdings.at(address).map_or(PoolId::DEFAULT, |id| self.labels.pool(id))
+    /// The pool an event names, or else that of the holding it is in: what is stitched is in none.
+    fn pool_of(&self, event: &Event) -> PoolId {
+        let holding = || self.holdings.at(event.addr).map(|id| self.labels.pool(id));
+        let named = event.pool.map(|(a, b)| PoolId(a, b));
+        named.or_else(holding).unwrap_or(PoolId::DEFAULT)
     }
 }
 
