@@ -7,6 +7,7 @@ use crate::driver::StreamId;
 use crate::history::Context;
 use crate::owner::Owner;
 use crate::pool::PoolIndex;
+use crate::proof::Moment;
 use crate::segment::SegmentId;
 use crate::table::{Id, Table};
 
@@ -47,7 +48,9 @@ pub(crate) struct Block {
     pub(crate) state: BlockState,
     /// The pool's search count when the block became free; its age for garbage collection.
     pub(crate) free_since: u64,
-    /// Events that must finish before the block is free.
+    /// When the memory was last freed: the latest of all its bytes.
+    pub(crate) freed: Moment,
+    /// Events that must finish before the block is free; waiting for the device counts as one.
     pub(crate) events: u32,
     /// Other streams that used the block; allocated only for blocks that have any.
     pub(crate) uses: Option<Box<Uses>>,
@@ -64,6 +67,8 @@ pub(crate) struct Uses {
     pub(crate) streams: Vec<StreamId>,
     /// Those of them recorded while a capture was under way: no event is needed once it has ended.
     pub(crate) in_capture: Vec<StreamId>,
+    /// Those of them that the program did not name itself: it may have destroyed them before the free.
+    pub(crate) ours: Vec<StreamId>,
 }
 
 impl Block {
@@ -172,6 +177,7 @@ impl BlockTable {
             }
         }
         self[into].size += gone.size;
+        self[into].freed = self[into].freed.max(gone.freed);
         gone
     }
 }

@@ -5,13 +5,13 @@
 //! still at work on it. Whole blocks come first: a piece cut out of one would keep the rest from the driver,
 //! which could lay it out anew for everybody.
 
-use crate::drain::{Drained, Work};
 use crate::driver::{Driver, DriverResult, StreamId};
 use crate::history::Context;
 use crate::homes::Found;
 use crate::locked::Locked;
 use crate::policy::{Policy, Request};
 use crate::pool::{PoolId, PoolIndex, PoolTable};
+use crate::proof::{Idle, Proof, Work};
 
 /// How much of a block may be borrowed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -49,7 +49,7 @@ impl<D: Driver> Locked<'_, D> {
         &mut self,
         request: &Request,
         lend: Lend,
-        drained: &Drained,
+        proof: Proof,
         context: Context,
     ) -> DriverResult<Option<u64>> {
         if self.state.pools[request.pool].id != PoolId::DEFAULT {
@@ -69,7 +69,7 @@ impl<D: Driver> Locked<'_, D> {
         }
         for (pool, stream) in lanes {
             if let Some(address) =
-                self.borrow_from((pool, stream), request, lend, drained, context)?
+                self.borrow_from((pool, stream), request, lend, proof, context)?
             {
                 return Ok(Some(address));
             }
@@ -97,8 +97,7 @@ impl<D: Driver> Locked<'_, D> {
         // A driver that will not say whether a stream is done means growing at worst.
         others.into_iter().find_map(|stream| {
             let lane = (request.pool, stream);
-            let drained = Drained::default();
-            self.borrow_from(lane, request, Lend::Pieces, &drained, context).ok().flatten()
+            self.borrow_from(lane, request, Lend::Pieces, Proof::NONE, context).ok().flatten()
         })
     }
 
@@ -109,26 +108,20 @@ impl<D: Driver> Locked<'_, D> {
         }
         let mut under_way = false;
         for lane in self.lending_lanes(request) {
-            let work = self.work_on(lane, request.stream, &Drained::default())?;
-            under_way |= work == Work::UnderWay;
+            let work = self.work_on(lane, request.stream)?;
+            under_way |= matches!(work, Work::UnderWay);
         }
         Ok(under_way)
     }
 
-    /// The streams to be waited for before pieces of their memory can be borrowed.
-    pub(crate) fn streams_lending_pieces(
-        &mut self,
-        request: &Request,
-    ) -> DriverResult<Vec<StreamId>> {
-        let mut streams = Vec::new();
+    /// Whether the device has to be waited for before a piece of another stream's memory can be borrowed.
+    pub(crate) fn lends_after_wait(&mut self, request: &Request) -> DriverResult<bool> {
         for lane in self.lending_lanes(request) {
-            if self.work_on(lane, request.stream, &Drained::default())? == Work::Unknown {
-                streams.push(lane.1);
+            if matches!(self.work_on(lane, request.stream)?, Work::Unknown) {
+                return Ok(true);
             }
         }
-        streams.sort_unstable();
-        streams.dedup();
-        Ok(streams)
+        Ok(false)
     }
 
     /// The lanes of other streams that have a block for the request.
@@ -165,22 +158,37 @@ impl<D: Driver> Locked<'_, D> {
         (pool, stream): (PoolIndex, StreamId),
         request: &Request,
         lend: Lend,
-        drained: &Drained,
+        proof: Proof,
         context: Context,
     ) -> DriverResult<Option<u64>> {
         let policy = self.state.policy;
         let there = Request { pool, stream, ..*request };
         let Some(found) = self.lendable(&there, lend) else { return Ok(None) };
-        if stream != request.stream
-            && self.work_on((pool, stream), request.stream, drained)? != Work::Done
-        {
-            return Ok(None);
+        if stream == request.stream {
+            return Ok(Some(self.hand_out(found, policy, &there, context)));
         }
-        let address = self.hand_out(found, policy, &there, context);
-        if stream != request.stream {
-            let id = self.state.live[&address];
-            self.note_use(id, request.stream);
-        }
-        Ok(Some(address))
+        let idle = match self.idle_found(found, there.size, proof) {
+            Some(idle) => Some(idle),
+            None => match self.work_on((pool, stream), request.stream)? {
+                Work::Done(proof) => self.idle_found(found, there.size, proof),
+                Work::UnderWay | Work::Unknown => None,
+            },
+        };
+        Ok(idle.map(|idle| self.hand_to(request.stream, found, &idle, &there, context)))
+    }
+
+    /// Hands memory of one stream, which nobody is at work on, to another.
+    fn hand_to(
+        &mut self,
+        stream: StreamId,
+        found: Found,
+        _: &Idle<'_>,
+        there: &Request,
+        context: Context,
+    ) -> u64 {
+        let address = self.hand_out(found, self.state.policy, there, context);
+        let id = self.state.live[&address];
+        self.note_borrowed(id, stream);
+        address
     }
 }

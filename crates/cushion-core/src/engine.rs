@@ -10,7 +10,6 @@ use crate::callbacks::Callbacks;
 use crate::check::Violation;
 use crate::climb::Waited;
 use crate::clock::{Bell, Clock, VirtualClock};
-use crate::drain::LastingStreams;
 use crate::driver::{Driver, DriverError, Properties, StreamId};
 use crate::error::{AddressError, AllocError};
 use crate::future::AllocFuture;
@@ -25,6 +24,7 @@ use crate::pages::PageTable;
 use crate::pending::Pending;
 use crate::policy::Policy;
 use crate::pool::{PoolId, PoolTable};
+use crate::proof::{LastingStreams, Moments};
 use crate::queue::Queue;
 use crate::receipt::Receipts;
 use crate::restore::{HeldSegment, RestoreError};
@@ -134,6 +134,7 @@ impl<D: Driver> Engine<D> {
             homes: Homes::default(),
             layout: Layout::default(),
             live: FxHashMap::default(),
+            moments: Moments::default(),
             pending: Pending::default(),
             recording: Vec::new(),
             limit,
@@ -535,7 +536,8 @@ impl<D: Driver> Drop for Engine<D> {
         {
             let mut state = self.lock();
             let recording = std::mem::take(&mut state.recording);
-            state.pools.private.values_mut().for_each(|pool| pool.uses = 0);
+            let released = state.moments.next();
+            state.pools.private.values_mut().for_each(|pool| pool.release_all(released));
             drop(state);
             // Filters are the caller's: they go with no lock held.
             drop(recording);

@@ -7,29 +7,32 @@
 use std::collections::BTreeMap;
 
 use crate::block::{Block, BlockId, BlockState};
-use crate::drain::{Drained, Work};
 use crate::driver::{Driver, DriverResult, StreamId};
 use crate::engine::Engine;
 use crate::history::{Action, Context};
 use crate::locked::{Locked, State};
 use crate::policy::{GiveBack, Request};
 use crate::pool::{PoolId, PoolIndex, PoolTable};
+use crate::proof::{Proof, Work};
 
 /// What could be given back.
 #[derive(Debug, Default)]
 struct Candidates {
-    /// At once, each with its bytes.
-    now: Vec<(u64, BlockId)>,
+    /// Plain segments, each with its bytes.
+    segments: Vec<(u64, BlockId)>,
+    /// Pages that nobody is at work on, and the proof.
+    pages: Vec<(u64, BlockId, Proof)>,
     /// Whether there are pages that a stream is at work on.
     later: bool,
-    /// Streams that may be at work on pages, and the bytes of these.
-    to_drain: Vec<StreamId>,
-    once_drained: u64,
+    /// Bytes of pages that the device has to be waited for.
+    after_wait: u64,
 }
 
 impl Candidates {
-    fn bytes(&self) -> u64 {
-        self.now.iter().map(|&(bytes, _)| bytes).sum::<u64>() + self.once_drained
+    /// What can be given back at once.
+    fn now(&self) -> u64 {
+        let segments = self.segments.iter().map(|&(bytes, _)| bytes);
+        segments.chain(self.pages.iter().map(|&(bytes, ..)| bytes)).sum()
     }
 }
 
@@ -60,18 +63,52 @@ impl<D: Driver> Engine<D> {
             }
             self.locked(|mut engine| engine.retry_leftovers());
             self.finish_pending(None)?;
-            self.give_back_half(id, false, context)?;
-            self.give_back_half(id, true, context)?;
         } else {
             self.locked(|mut engine| engine.retry_leftovers());
         }
-        for pool in self.locked(|engine| engine.unused_pools(id)) {
-            if id == pool && !self.locked(|engine| engine.is_recording()) {
-                self.finish_pending(Some(pool))?;
+        let pools = self.locked(|engine| engine.unused_pools(id));
+        if pools.contains(&id) && !self.locked(|engine| engine.is_recording()) {
+            self.finish_pending(Some(id))?;
+        }
+        let mut halves = vec![];
+        if id == PoolId::DEFAULT {
+            halves.extend([(id, false), (id, true)]);
+        }
+        halves.extend(pools.iter().flat_map(|&pool| [(pool, true), (pool, false)]));
+        let given_back = self.give_back_halves(&halves, context);
+        self.locked(|mut engine| pools.into_iter().for_each(|pool| engine.close_if_empty(pool)));
+        given_back
+    }
+
+    /// Gives back what it may of these halves of pools: plain segments first, then, after one wait for the device, pages.
+    fn give_back_halves(&self, halves: &[(PoolId, bool)], context: Context) -> DriverResult<()> {
+        for &(pool, small) in halves {
+            let leaving = self.locked(|mut engine| engine.detach_half(pool, small));
+            self.release(leaving, context)?;
+        }
+        // What another thread frees meanwhile may lie beside what was waited for.
+        for _ in 0..3 {
+            let (blocks, may_wait) = self.locked(|engine| {
+                let pending = &engine.state.pending;
+                let blocks = engine.blocks_with_pages(halves);
+                let is_needed = !blocks.is_empty() || pending.awaits_device();
+                (blocks, is_needed && !engine.is_recording())
+            });
+            if !may_wait {
+                break;
             }
-            self.give_back_half(pool, true, context)?;
-            self.give_back_half(pool, false, context)?;
-            self.locked(|mut engine| engine.close_if_empty(pool));
+            let proof = self.wait_for_device()?;
+            // What waited for the device is free now.
+            let blocks = if blocks.is_empty() {
+                self.locked(|engine| engine.blocks_with_pages(halves))
+            } else {
+                blocks
+            };
+            let blocks = blocks.into_iter().map(|id| (id, proof)).collect();
+            let (_, all) = self.unmap_blocks(blocks, context)?;
+            if all {
+                break;
+            }
         }
         Ok(())
     }
@@ -87,25 +124,6 @@ impl<D: Driver> Engine<D> {
             let Some(first) = self.locked(|mut engine| engine.first_event(only))? else { break };
             self.driver.event_synchronize(first.1)?;
             self.locked(|mut engine| engine.waited_for(first))?;
-        }
-        Ok(())
-    }
-
-    /// Gives back what it may of one half of a pool: plain segments first, then pages.
-    fn give_back_half(&self, pool: PoolId, small: bool, context: Context) -> DriverResult<()> {
-        let (leaving, streams) = self.locked(|mut engine| engine.detach_half(pool, small));
-        self.release(leaving, context)?;
-        for stream in streams {
-            // Another thread may free more of the lane before the lock is taken again.
-            for _ in 0..3 {
-                let drained = self.drain(&[stream])?;
-                let lane = |mut engine: Locked<'_, D>| {
-                    engine.unmap_lane((pool, small, stream), &drained, context)
-                };
-                if self.locked(lane)? {
-                    break;
-                }
-            }
         }
         Ok(())
     }
@@ -196,44 +214,20 @@ impl<D: Driver> Locked<'_, D> {
         }
     }
 
-    /// Takes the plain segments that may be given back out of half a pool; and the streams that have pages
-    /// to give back there.
-    fn detach_half(&mut self, pool: PoolId, small: bool) -> (Vec<Leaving>, Vec<StreamId>) {
-        let Some(half) = self.half(pool, small) else { return (Vec::new(), Vec::new()) };
-        let free: Vec<BlockId> = self.state.pools[half].free_blocks().collect();
-        let mut leaving = Vec::new();
-        let mut streams = Vec::new();
-        for id in free {
-            match self.may_give_back(id) {
-                GiveBack::Nothing => {}
-                GiveBack::Segment => leaving.push(self.detach(id)),
-                GiveBack::Pages { .. } => streams.push(self.state.blocks[id].stream),
-            }
-        }
-        streams.dedup();
-        (leaving, streams)
+    /// Takes the plain segments that may be given back out of half a pool.
+    fn detach_half(&mut self, pool: PoolId, small: bool) -> Vec<Leaving> {
+        let Some(half) = self.half(pool, small) else { return Vec::new() };
+        let is_segment = |&id: &BlockId| self.may_give_back(id) == GiveBack::Segment;
+        let segments: Vec<BlockId> =
+            self.state.pools[half].free_blocks().filter(is_segment).collect();
+        segments.into_iter().map(|id| self.detach(id)).collect()
     }
 
-    /// Gives back the pages of one lane; false if something was freed in it since it was waited for.
-    fn unmap_lane(
-        &mut self,
-        (pool, small, stream): (PoolId, bool, StreamId),
-        drained: &Drained,
-        context: Context,
-    ) -> DriverResult<bool> {
-        let Some(half) = self.half(pool, small) else { return Ok(true) };
-        if pool != PoolId::DEFAULT && !self.unused_pools(pool).contains(&pool) {
-            return Ok(true);
-        }
-        let Some(lane) = self.state.pools[half].lane(stream) else { return Ok(true) };
-        if !drained.covers((half, stream), lane) {
-            return Ok(false);
-        }
-        let free: Vec<BlockId> = lane.free().iter().map(|(_, _, id)| id).collect();
-        for id in free {
-            self.unmap_block(id, context)?;
-        }
-        Ok(true)
+    /// The free blocks in these halves of pools that have pages to give back.
+    fn blocks_with_pages(&self, halves: &[(PoolId, bool)]) -> Vec<BlockId> {
+        let halves = halves.iter().filter_map(|&(pool, small)| self.half(pool, small));
+        let free = halves.flat_map(|half| self.state.pools[half].free_blocks());
+        free.filter(|&id| matches!(self.may_give_back(id), GiveBack::Pages { .. })).collect()
     }
 
     pub(crate) fn may_give_back(&self, id: BlockId) -> GiveBack {
@@ -273,9 +267,9 @@ impl<D: Driver> Locked<'_, D> {
         halves
     }
 
-    /// What could be given back, each with its bytes: whole free segments, and pages nobody is at work on. Pages of
-    /// streams of which that is not known come with their stream.
-    fn candidates(&mut self, asking: StreamId, drained: &Drained) -> DriverResult<Candidates> {
+    /// What could be given back: whole free segments, and pages that nobody is at work on, by `proof` or as far as that
+    /// can be told without waiting.
+    fn candidates(&mut self, asking: StreamId, proof: Proof) -> DriverResult<Candidates> {
         self.recall_leaving();
         let mut work: BTreeMap<(PoolIndex, StreamId), Work> = BTreeMap::new();
         let mut found = Candidates::default();
@@ -284,29 +278,30 @@ impl<D: Driver> Locked<'_, D> {
             for id in free {
                 let block = &self.state.blocks[id];
                 let (size, lane) = (block.size, (half, block.stream));
-                match self.may_give_back(id) {
-                    GiveBack::Nothing => {}
-                    GiveBack::Segment => found.now.push((size, id)),
-                    GiveBack::Pages { start, end } => {
-                        let known = match work.get(&lane) {
-                            Some(&known) => known,
-                            None => self.work_on(lane, asking, drained)?,
-                        };
-                        work.insert(lane, known);
-                        match known {
-                            Work::Done => found.now.push((end - start, id)),
-                            Work::UnderWay => found.later = true,
-                            Work::Unknown => {
-                                found.once_drained += end - start;
-                                found.to_drain.push(lane.1);
-                            }
-                        }
+                let bytes = match self.may_give_back(id) {
+                    GiveBack::Nothing => continue,
+                    GiveBack::Segment => {
+                        found.segments.push((size, id));
+                        continue;
                     }
+                    GiveBack::Pages { start, end } => end - start,
+                };
+                if self.idle(id, proof).is_some() {
+                    found.pages.push((bytes, id, proof));
+                    continue;
+                }
+                let known = match work.get(&lane) {
+                    Some(&known) => known,
+                    None => self.work_on(lane, asking)?,
+                };
+                work.insert(lane, known);
+                match known {
+                    Work::Done(proof) => found.pages.push((bytes, id, proof)),
+                    Work::UnderWay => found.later = true,
+                    Work::Unknown => found.after_wait += bytes,
                 }
             }
         }
-        found.to_drain.sort_unstable();
-        found.to_drain.dedup();
         Ok(found)
     }
 
@@ -344,54 +339,54 @@ impl<D: Driver> Locked<'_, D> {
         if pending > 0 || most < self.needed(request) {
             return Ok(most >= self.needed(request));
         }
-        Ok(self.candidates(request.stream, &Drained::default())?.later)
+        Ok(self.candidates(request.stream, Proof::NONE)?.later)
     }
 
     /// Whether giving back would make room for the request now.
     pub(crate) fn giving_back_helps(&mut self, request: &Request) -> DriverResult<bool> {
-        Ok(self.streams_to_drain(request)?.is_some())
+        Ok(self.waits_to_give_back(request)?.is_some())
     }
 
-    /// The streams to be waited for before everything cached is given back, if that would make room for the request;
-    /// `None` if it would not.
-    pub(crate) fn streams_to_drain(
-        &mut self,
-        request: &Request,
-    ) -> DriverResult<Option<Vec<StreamId>>> {
+    /// Whether the device has to be waited for before everything cached is given back, if that would make room for the
+    /// request; `None` if it would not.
+    pub(crate) fn waits_to_give_back(&mut self, request: &Request) -> DriverResult<Option<bool>> {
         let room = self.room()?;
         let needed = self.needed(request);
         if room.saturating_add(self.cached()) < needed {
             return Ok(None);
         }
-        let found = self.candidates(request.stream, &Drained::default())?;
-        let helps = found.bytes() > 0 && room.saturating_add(found.bytes()) >= needed;
-        Ok(helps.then_some(found.to_drain))
+        let found = self.candidates(request.stream, Proof::NONE)?;
+        let bytes = found.now().saturating_add(found.after_wait);
+        let helps = bytes > 0 && room.saturating_add(bytes) >= needed;
+        Ok(helps.then_some(found.after_wait > 0))
     }
 
-    /// Gives everything cached back, if the driver could serve the request then: that is when it can lay out
-    /// anew what lies in pieces. Pages go at once; segments are returned.
-    pub(crate) fn give_back_if_enough(
+    /// Everything cached that nobody is at work on, if the driver could serve the request once it has it: that is when
+    /// it can lay out anew what lies in pieces. Plain segments, and blocks with pages.
+    pub(crate) fn enough_to_give_back(
         &mut self,
         request: &Request,
-        drained: &Drained,
-        context: Context,
-    ) -> DriverResult<(Vec<Leaving>, u64)> {
+        proof: Proof,
+    ) -> DriverResult<(Vec<BlockId>, Vec<(BlockId, Proof)>)> {
         let room = self.room()?;
-        let candidates = self.candidates(request.stream, drained)?.now;
-        let most: u64 = candidates.iter().map(|&(bytes, _)| bytes).sum();
+        let found = self.candidates(request.stream, proof)?;
+        let most = found.now();
         if most == 0 || room.saturating_add(most) < self.needed(request) {
-            return Ok((Vec::new(), 0));
+            return Ok((Vec::new(), Vec::new()));
         }
-        // Pages first: what is detached must not be lost to a driver that fails.
-        let before = self.reserved();
-        let is_segment = |id| self.may_give_back(id) == GiveBack::Segment;
-        let (segments, pages): (Vec<_>, Vec<_>) =
-            candidates.into_iter().map(|(_, id)| id).partition(|&id| is_segment(id));
-        for id in pages {
-            self.unmap_block(id, context)?;
-        }
-        let unmapped = before.saturating_sub(self.reserved());
-        Ok((segments.into_iter().map(|id| self.detach(id)).collect(), unmapped))
+        let segments = found.segments.into_iter().map(|(_, id)| id);
+        let pages = found.pages.into_iter().map(|(_, id, proof)| (id, proof));
+        Ok((segments.collect(), pages.collect()))
+    }
+
+    /// Takes those of these blocks out of their pool that still are whole free plain segments.
+    pub(crate) fn detach_segments(&mut self, blocks: &[BlockId]) -> Vec<Leaving> {
+        let is_segment = |id: BlockId| {
+            self.state.blocks.get(id).is_some_and(Block::is_free)
+                && self.may_give_back(id) == GiveBack::Segment
+        };
+        let segments: Vec<_> = blocks.iter().copied().filter(|&id| is_segment(id)).collect();
+        segments.into_iter().map(|id| self.detach(id)).collect()
     }
 
     /// Takes enough blocks that are too large to be split out of their pool for the driver to serve the

@@ -8,6 +8,7 @@ use crate::locked::{Locked, State};
 use crate::owner::Owner;
 use crate::pages::PageUse;
 use crate::policy::{Policy, Request, Source};
+use crate::proof::Moment;
 use crate::segment::{Backing, Segment};
 
 impl<D: Driver> Locked<'_, D> {
@@ -140,6 +141,7 @@ impl<D: Driver> Locked<'_, D> {
             stream,
             state: BlockState::Free,
             free_since: 0,
+            freed: Moment::default(),
             events: 0,
             uses: None,
             context: Context::NONE,

@@ -5,7 +5,6 @@ use rustc_hash::FxHashMap;
 
 use crate::block::{BlockId, BlockState, BlockTable};
 use crate::clock::Clock;
-use crate::drain::LastingStreams;
 use crate::driver::{Driver, DriverResult, Properties, StreamId};
 use crate::error::{AddressError, AllocError};
 use crate::history::{Action, Context, Entry, History};
@@ -20,6 +19,7 @@ use crate::pending::Pending;
 use crate::policy::{Policy, Request, View};
 use crate::pool::{PoolIndex, PoolTable};
 use crate::private::Recording;
+use crate::proof::{LastingStreams, Moments};
 use crate::queue::{Asker, Queue};
 use crate::segment::{Backing, SegmentTable};
 use crate::size::{block_size, is_small, segment_size};
@@ -42,6 +42,8 @@ pub(crate) struct State {
     pub(crate) layout: Layout,
     /// Blocks handed out, by address.
     pub(crate) live: FxHashMap<u64, BlockId>,
+    /// In what order memory was freed.
+    pub(crate) moments: Moments,
     pub(crate) pending: Pending,
     /// Private pools that allocations go to now, the latest last.
     pub(crate) recording: Vec<Recording>,
@@ -155,13 +157,23 @@ impl<D: Driver> Locked<'_, D> {
             return Ok(held_up);
         }
         let request = self.request(asked.bytes, asked.stream, owner);
+        match self.serve_hit(&request, asked.context) {
+            Some(address) => Ok(Attempt::Served(address)),
+            None if self.state.attention && self.must_queue(asked, owner) => Ok(Attempt::Queue),
+            None => Ok(Attempt::Miss),
+        }
+    }
+
+    /// Serves a request from memory that is free in its own lane, whoever waits: nobody else can be served from there
+    /// without a rung of the ladder.
+    fn serve_hit(&mut self, request: &Request, context: Context) -> Option<u64> {
         let policy = self.state.policy;
-        let Some(found) = self.search(&request, policy) else { return Ok(Attempt::Miss) };
+        let found = self.search(request, policy)?;
         if self.state.attention {
             self.state.queue.passed_over(u64::MAX);
         }
         self.counters.hits.add(1);
-        Ok(Attempt::Served(self.hand_out(found, policy, &request, asked.context)))
+        Some(self.hand_out(found, policy, request, context))
     }
 
     /// As [`alloc`](Self::alloc), and asks the driver too; but `None` where more is needed than that.
@@ -169,21 +181,25 @@ impl<D: Driver> Locked<'_, D> {
         let &Asked { bytes, stream, context, .. } = asked;
         self.begin(stream)?;
         let owner = self.lead(asked.owner);
-        if self.state.attention {
-            // Whoever waits may have to come first, and what is injected strikes once.
+        if self.state.attention && (self.state.injection.is_some() || self.is_held_back(owner)) {
+            // What is injected strikes once.
             return Ok(None);
         }
         let request = self.request(bytes, stream, owner);
-        let policy = self.state.policy;
-        if let Some(found) = self.search(&request, policy) {
-            self.counters.hits.add(1);
-            return Ok(Some(self.hand_out(found, policy, &request, context)));
+        if let Some(address) = self.serve_hit(&request, context) {
+            return Ok(Some(address));
         }
+        if self.state.attention {
+            // Whoever waits may have to come first.
+            return Ok(None);
+        }
+        let policy = self.state.policy;
         if self.is_collecting_garbage() || request.wanted > self.device.total {
             // Memory may have to be given back before the driver is asked.
             return Ok(None);
         }
-        let may_borrow = !self.state.options.skip_rungs.contains(Rung::Borrow);
+        let skipped = self.state.options.skip_rungs.and(asked.wishes(owner).skipped);
+        let may_borrow = !skipped.contains(Rung::Borrow);
         let served = self.serve_new(&request, policy, may_borrow, context)?;
         if served.is_some() {
             self.counters.misses.add(1);
@@ -212,7 +228,7 @@ impl<D: Driver> Locked<'_, D> {
         Ok(())
     }
 
-    /// Whether a failure is injected here, or others come first.
+    /// Whether a failure is injected here, or the request is one of a task that gave way to others.
     #[cold]
     fn hold_up(&mut self, asked: &Asked, owner: Owner) -> Option<Attempt> {
         if asked.in_callback {
@@ -223,18 +239,23 @@ impl<D: Driver> Locked<'_, D> {
         {
             return Some(Attempt::Injected(injected));
         }
-        let wishes = asked.wishes(owner);
-        if !self.may_wait(&wishes) {
+        if !self.may_wait(&asked.wishes(owner)) {
             return None;
         }
-        let (priority, blocks) = (wishes.priority, asked.blocks);
-        let asker = Asker { ticket: u64::MAX, owner, priority, blocks };
         let held_back = self.is_held_back(owner);
         self.state.pay_attention();
-        if held_back || !self.may_try(&asker) {
-            return Some(Attempt::Queue);
+        held_back.then_some(Attempt::Queue)
+    }
+
+    /// Whether a request that no free block serves has to wait for others before the driver is asked.
+    #[cold]
+    fn must_queue(&mut self, asked: &Asked, owner: Owner) -> bool {
+        let wishes = asked.wishes(owner);
+        if asked.in_callback || !self.may_wait(&wishes) {
+            return false;
         }
-        None
+        let (priority, blocks) = (wishes.priority, asked.blocks);
+        !self.may_try(&Asker { ticket: u64::MAX, owner, priority, blocks })
     }
 
     /// Whether a request of somebody who wants this waits at all.
@@ -451,6 +472,7 @@ impl<D: Driver> Locked<'_, D> {
             return;
         }
         let backing = self.state.segments[block.segment].backing;
+        self.state.blocks[id].freed = self.state.moments.next();
         let small = self.state.pools[pool].small;
         if let Backing::Stitched(range) = backing {
             self.return_home(range);

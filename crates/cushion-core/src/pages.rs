@@ -7,6 +7,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use crate::driver::{Driver, DriverResult, PageHandle};
+use crate::proof::Idle;
 
 /// Which figures a page counts in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -85,7 +86,7 @@ impl PageTable {
         };
         for (at, _) in missing {
             if self.mapped.contains_key(&at) {
-                self.unmap_or_stick(driver, at);
+                self.undo(driver, at);
             }
         }
         fresh.retain(|page| self.pages.get(page).is_some_and(|page| page.addresses == 0));
@@ -138,12 +139,18 @@ impl PageTable {
         }
         mapped.and_then(|()| driver.set_access(address, at - address)).inspect_err(|_| {
             let again: Vec<u64> = self.mapped.range(address..at).map(|(&at, _)| at).collect();
-            again.into_iter().for_each(|at| self.unmap_or_stick(driver, at));
+            again.into_iter().for_each(|at| self.undo(driver, at));
         })
     }
 
     /// Takes an address from a page that has others, or notes that the driver would not.
-    pub(crate) fn unmap_or_stick(&mut self, driver: &impl Driver, address: u64) {
+    pub(crate) fn unmap_or_stick(&mut self, driver: &impl Driver, address: u64, _: &Idle<'_>) {
+        self.undo(driver, address);
+    }
+
+    /// Unmaps what nobody can use, or notes that the driver would not: it was mapped a moment ago, or is known to be
+    /// idle.
+    fn undo(&mut self, driver: &impl Driver, address: u64) {
         let page = self.mapped[&address];
         if driver.unmap(address, self.pages[&page].bytes).is_ok() {
             self.note_unmapped(address);
@@ -154,7 +161,17 @@ impl PageTable {
 
     /// Unmaps one page and gives it back. `Err` means it is still mapped where it was; a page that
     /// was unmapped but not taken back is stranded, and that is no error here.
-    pub(crate) fn unmap(&mut self, driver: &impl Driver, address: u64) -> DriverResult<()> {
+    pub(crate) fn unmap(
+        &mut self,
+        driver: &impl Driver,
+        address: u64,
+        _: &Idle<'_>,
+    ) -> DriverResult<()> {
+        self.take_away(driver, address)
+    }
+
+    /// As [`unmap`](Self::unmap), for what is known to be idle.
+    fn take_away(&mut self, driver: &impl Driver, address: u64) -> DriverResult<()> {
         let page = self.mapped[&address];
         driver.unmap(address, self.pages[&page].bytes)?;
         self.note_unmapped(address);
@@ -164,7 +181,8 @@ impl PageTable {
         Ok(())
     }
 
-    /// Unmaps what is stuck in a range; `Err` if something still is.
+    /// Unmaps what is stuck in a range; `Err` if something still is. It was idle when it was first to be unmapped, and
+    /// nobody could use it since.
     pub(crate) fn unstick(
         &mut self,
         driver: &impl Driver,
@@ -172,14 +190,14 @@ impl PageTable {
     ) -> DriverResult<()> {
         let stuck: Vec<u64> = self.stuck.range(range).copied().collect();
         for at in stuck {
-            self.unmap(driver, at)?;
+            self.take_away(driver, at)?;
             self.stuck.remove(&at);
         }
         Ok(())
     }
 
-    /// The mapping at `address` could not be undone.
-    pub(crate) fn stick(&mut self, address: u64) {
+    /// The mapping at `address`, which is idle, could not be undone.
+    pub(crate) fn stick(&mut self, address: u64, _: &Idle<'_>) {
         self.stuck.insert(address);
     }
 

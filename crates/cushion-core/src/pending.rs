@@ -4,6 +4,10 @@
 //! streams used gets one event per such stream when it is freed, and is free when all of them have
 //! finished. Events come from a pool of their own. While allocations go to a private pool a capture
 //! may be under way, in which events may not be queried: such frees are deferred until it has ended.
+//!
+//! Cushion itself lets a stream use memory of another: a block that is borrowed, or in host memory. The program did not
+//! name such a stream for the block, so it may destroy the stream before the free. Unless the stream lasts, no event is
+//! recorded on it: the block is free after the next wait for the whole device.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Bound;
@@ -16,6 +20,10 @@ use crate::error::AddressError;
 use crate::history::Context;
 use crate::locked::{Locked, State};
 use crate::pool::PoolId;
+use crate::proof::{Moment, Proof};
+
+/// How many blocks that wait for the end of a capture are looked at in one call.
+const MOST_CAPTURED: u32 = 16;
 
 /// Blocks that wait, and the events they wait for.
 #[derive(Debug, Default)]
@@ -25,6 +33,8 @@ pub(crate) struct Pending {
     events: BTreeMap<StreamId, VecDeque<(EventId, BlockId)>>,
     /// Blocks whose events are still to be recorded.
     deferred: Vec<Deferred>,
+    /// Blocks that wait for the device, because a stream that used them may be gone; when each was freed.
+    awaiting_device: Vec<(Moment, BlockId)>,
     /// Events nobody waits for.
     idle: Vec<EventId>,
     /// Nodes known to come before all later work of a stream, by capture and stream.
@@ -64,15 +74,28 @@ impl Pending {
         for (_, block) in self.events.values().flatten() {
             *waiting.entry(*block).or_insert(0) += 1;
         }
+        for (_, block) in &self.awaiting_device {
+            *waiting.entry(*block).or_insert(0) += 1;
+        }
         for deferred in &self.deferred {
             waiting.entry(deferred.block).or_insert(0);
         }
         waiting
     }
 
+    /// Whether a wait for the device would complete frees.
+    pub(crate) fn awaits_device(&self) -> bool {
+        !self.awaiting_device.is_empty()
+    }
+
     /// Keeps an event that nobody waits for any more.
     pub(crate) fn keep_event(&mut self, event: EventId) {
         self.idle.push(event);
+    }
+
+    /// Keeps the events that nobody waits for any more.
+    pub(crate) fn keep_events(&mut self, events: impl IntoIterator<Item = EventId>) {
+        self.idle.extend(events);
     }
 
     /// Events nobody waits for, for the engine to destroy at its end.
@@ -101,19 +124,32 @@ impl<D: Driver> Locked<'_, D> {
                 self.state.pools[block.pool].lane_mut(block.stream).is_shared = true;
             }
             self.note_use(id, stream);
+            // From now on it is the program's own word that the stream is there at the free.
+            if let Some(uses) = &mut self.state.blocks[id].uses {
+                uses.ours.retain(|&noted| noted != stream);
+            }
         }
         Ok(())
     }
 
+    /// Notes that Cushion lets `stream` use a block of another stream, of which the program knows nothing.
+    pub(crate) fn note_borrowed(&mut self, id: BlockId, stream: StreamId) {
+        self.note_use(id, stream);
+        let uses = self.state.blocks[id].uses.get_or_insert_default();
+        if !uses.ours.contains(&stream) {
+            uses.ours.push(stream);
+        }
+    }
+
     /// Notes that `stream` uses a block of another stream.
-    pub(crate) fn note_use(&mut self, id: BlockId, stream: StreamId) {
+    fn note_use(&mut self, id: BlockId, stream: StreamId) {
         // PyTorch takes every use while allocations go to a private pool for one in a capture. In a
         // pool of the user's own it is not, and the work would go unwaited for: ask the driver. A
         // driver that will not say means a wait too many at worst.
         let captured =
             self.is_recording() && self.driver.capture(stream).is_ok_and(|found| found.is_some());
         let block = &mut self.state.blocks[id];
-        let Uses { streams, in_capture } = &mut **block.uses.get_or_insert_default();
+        let Uses { streams, in_capture, .. } = &mut **block.uses.get_or_insert_default();
         let known = streams.contains(&stream);
         if !known {
             streams.push(stream);
@@ -139,26 +175,48 @@ impl<D: Driver> Locked<'_, D> {
             self.state.pending.deferred.push(deferred);
             return result;
         }
-        self.record_events(id).inspect_err(|_| {
+        let recorded = self.record_events(id);
+        if !matches!(recorded, Ok(true)) {
             let deferred = Deferred { block: id, markers: Vec::new(), in_capture: false };
             self.state.pending.deferred.push(deferred);
-        })
+        }
+        recorded.map(drop)
     }
 
-    /// Records an event on each stream that used the block. On failure the streams without an event
-    /// are still noted in the block.
-    fn record_events(&mut self, id: BlockId) -> DriverResult<()> {
-        while let Some(&stream) = self.state.blocks[id].uses_without_event().last() {
-            let event = self.event_now(stream)?;
+    /// Records an event on each stream that used the block; false if one of them is being captured. Then, and on
+    /// failure, the streams without an event are still noted in the block.
+    fn record_events(&mut self, id: BlockId) -> DriverResult<bool> {
+        while let Some(uses) = &self.state.blocks[id].uses
+            && let Some(&stream) = uses.streams.last()
+        {
+            if uses.ours.contains(&stream) && !self.lasts(stream) {
+                let freed = self.state.moments.next();
+                self.state.pending.awaiting_device.push((freed, id));
+            } else {
+                if !self.is_uncaptured(stream) {
+                    return Ok(false);
+                }
+                let event = self.event_now(stream)?;
+                self.state.pending.events.entry(stream).or_default().push_back((event, id));
+            }
             let block = &mut self.state.blocks[id];
             block.events += 1;
             if let Some(uses) = &mut block.uses {
                 uses.streams.pop();
             }
-            self.state.pending.events.entry(stream).or_default().push_back((event, id));
         }
         self.state.blocks[id].uses = None;
-        Ok(())
+        Ok(true)
+    }
+
+    /// The device was waited for: completes the frees that waited for it.
+    pub(crate) fn complete_awaiting_device(&mut self, proof: Proof) {
+        let awaiting = &mut self.state.pending.awaiting_device;
+        let is_done = |&mut (freed, _): &mut (Moment, BlockId)| proof.covers_device_until(freed);
+        let done: Vec<_> = awaiting.extract_if(.., is_done).collect();
+        for (_, id) in done {
+            self.use_ended(id);
+        }
     }
 
     /// Frees blocks whose events have finished. Never waits.
@@ -211,15 +269,7 @@ impl<D: Driver> Locked<'_, D> {
         Ok(())
     }
 
-    /// Whether all work queued on a stream is done. Never waits, and must not be asked during a capture.
-    pub(crate) fn is_idle(&mut self, stream: StreamId) -> DriverResult<bool> {
-        let event = self.event_now(stream)?;
-        let done = self.driver.event_query(event);
-        self.state.pending.keep_event(event);
-        done
-    }
-
-    /// An event after all work that is queued on a stream now. Must not be asked for during a capture.
+    /// An event after all work that is queued on a stream now. The stream must be there, and must not be captured.
     pub(crate) fn event_now(&mut self, stream: StreamId) -> DriverResult<EventId> {
         let event = match self.state.pending.idle.pop() {
             Some(event) => event,
@@ -236,18 +286,26 @@ impl<D: Driver> Locked<'_, D> {
 
     /// Records the events that had to wait: for the end of a capture, or for a driver that failed.
     fn record_deferred_events(&mut self) -> DriverResult<()> {
-        while let Some(deferred) = self.state.pending.deferred.last_mut() {
+        let mut index = self.state.pending.deferred.len();
+        let mut captured = 0;
+        while let Some(at) = index.checked_sub(1).filter(|_| captured < MOST_CAPTURED) {
+            index = at;
+            let deferred = &mut self.state.pending.deferred[at];
             let id = deferred.block;
             // Work recorded in a capture is ordered before all that follows its end.
             if std::mem::take(&mut deferred.in_capture)
                 && let Some(uses) = &mut self.state.blocks[id].uses
             {
-                let Uses { streams, in_capture } = &mut **uses;
+                let Uses { streams, in_capture, .. } = &mut **uses;
                 streams.retain(|stream| !in_capture.contains(stream));
                 in_capture.clear();
             }
-            self.record_events(id)?;
-            self.state.pending.deferred.pop();
+            if !self.record_events(id)? {
+                // Somebody captures one of its streams: it is tried again later.
+                captured += 1;
+                continue;
+            }
+            self.state.pending.deferred.remove(at);
             if self.state.blocks[id].events == 0 {
                 self.complete_free(id, Context::NONE);
             }
@@ -271,6 +329,11 @@ impl<D: Driver> Locked<'_, D> {
 
     fn event_finished(&mut self, event: EventId, id: BlockId) {
         self.state.pending.idle.push(event);
+        self.use_ended(id);
+    }
+
+    /// One of the uses that a pending block waits for has ended.
+    fn use_ended(&mut self, id: BlockId) {
         let block = &mut self.state.blocks[id];
         block.events -= 1;
         if block.events == 0 && block.uses.is_none() {
@@ -285,8 +348,11 @@ impl<D: Driver> Locked<'_, D> {
     fn free_markers(&self, id: BlockId) -> DriverResult<Vec<NodeId>> {
         let block = &self.state.blocks[id];
         let mut markers = Vec::new();
-        // Work from before the capture is not in its graph: it needs an event.
-        let before = |uses: &Uses| uses.streams.iter().any(|s| !uses.in_capture.contains(s));
+        // Work from before the capture is not in its graph: it needs an event. A stream that the program did not name
+        // may be gone.
+        let before = |uses: &Uses| {
+            !uses.ours.is_empty() || uses.streams.iter().any(|s| !uses.in_capture.contains(s))
+        };
         if block.uses.as_deref().is_some_and(before) {
             return Ok(markers);
         }

@@ -16,6 +16,7 @@ use serde::{Deserialize, Serialize};
 use crate::block::BlockId;
 use crate::driver::StreamId;
 use crate::free_index::FreeIndex;
+use crate::proof::Moment;
 use crate::stats::{LaneStats, Lanes};
 use crate::table::{Id, Table};
 
@@ -46,8 +47,6 @@ pub(crate) struct Lane {
     by_address: Option<(u64, FreeIndex)>,
     /// Unmapped blocks by address.
     unmapped: BTreeMap<u64, BlockId>,
-    /// How often a block joined the free ones.
-    frees: u64,
     /// What is live in it, and where, in one number.
     live: u64,
     /// Whether other streams work on its blocks, so that it and they run side by side.
@@ -101,7 +100,6 @@ impl Lane {
         if let Some(by_address) = self.by_address(size) {
             by_address.insert(address, size, id);
         }
-        self.frees += 1;
         self.stats.freed(size);
     }
 
@@ -122,11 +120,6 @@ impl Lane {
     pub(crate) fn remove_unmapped(&mut self, address: u64) {
         let removed = self.unmapped.remove(&address);
         debug_assert!(removed.is_some(), "an unmapped block is in the unmapped index");
-    }
-
-    /// How often a block joined the free ones: while it stays the same, none has been freed.
-    pub(crate) fn frees(&self) -> u64 {
-        self.frees
     }
 
     /// A block is handed out.
@@ -179,7 +172,6 @@ impl Pool {
             free: FreeIndex::default(),
             by_address: None,
             unmapped: BTreeMap::new(),
-            frees: 0,
             live: 0,
             is_shared: false,
             stats: lanes.open(stream, self.id, self.small),
@@ -202,10 +194,20 @@ impl Pool {
 pub(crate) struct PrivatePool {
     /// How many captures and owners use it. At zero its memory may be given back.
     pub(crate) uses: u32,
+    /// When the last use was released: graphs that were launched before may still run.
+    pub(crate) released: Option<Moment>,
     pub(crate) small: PoolIndex,
     pub(crate) large: PoolIndex,
     /// Its blocks are never split.
     pub(crate) no_split: bool,
+}
+
+impl PrivatePool {
+    /// Nobody uses it any more, from `released` on.
+    pub(crate) fn release_all(&mut self, released: Moment) {
+        self.uses = 0;
+        self.released.get_or_insert(released);
+    }
 }
 
 /// All pools.
@@ -242,7 +244,8 @@ impl PoolTable {
     /// Makes a private pool with one use.
     pub(crate) fn open_private(&mut self, id: PoolId) {
         let (small, large) = (self.open(id, true), self.open(id, false));
-        self.private.insert(id, PrivatePool { uses: 1, small, large, no_split: false });
+        self.private
+            .insert(id, PrivatePool { uses: 1, released: None, small, large, no_split: false });
     }
 
     /// Forgets a private pool that holds no segment any more.

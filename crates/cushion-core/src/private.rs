@@ -148,6 +148,10 @@ impl<D: Driver> Locked<'_, D> {
         match pool.uses {
             0 => Err(PoolError::Released(id)),
             1 if recording => Err(PoolError::StillRecording(id)),
+            1 => {
+                pool.release_all(self.state.moments.next());
+                Ok(())
+            }
             _ => {
                 pool.uses -= 1;
                 Ok(())

@@ -1,7 +1,6 @@
 //! What of an engine may be set at any time: options, the policy, the limit, and which streams last.
 
 use crate::block::BlockState;
-use crate::drain::LastingStreams;
 use crate::driver::Driver;
 use crate::engine::Engine;
 use crate::error::FractionError;
@@ -9,6 +8,7 @@ use crate::locked::State;
 use crate::options::{NotOurs, Options, OptionsError};
 use crate::policy::Policy;
 use crate::pool::PoolTable;
+use crate::proof::LastingStreams;
 
 impl<D: Driver> Engine<D> {
     /// Applies a `PYTORCH_CUDA_ALLOC_CONF` string; on error nothing changes. Returns the keys that

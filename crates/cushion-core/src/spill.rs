@@ -63,6 +63,7 @@ impl<D: Driver> Locked<'_, D> {
         let uses = block.uses.get_or_insert_default();
         if !uses.streams.contains(&stream) {
             uses.streams.push(stream);
+            uses.ours.push(stream);
         }
         self.counters.spilled_allocation.decrease(1);
         self.record_block(Action::FreeRequested, id, context);
@@ -71,13 +72,14 @@ impl<D: Driver> Locked<'_, D> {
 
     /// The work on a spilled block is done: its memory goes back to the host.
     pub(crate) fn give_back_spill(&mut self, id: BlockId) {
+        let idle = self.idle_spill(id);
         let block = self.state.blocks.remove(id);
         self.state.segments.remove(block.segment);
         let pool = &mut self.state.pools[block.pool];
         pool.segments -= 1;
         pool.lane_mut(block.stream).deactivated(block.address, block.size);
-        if self.state.pages.unmap(self.driver, block.address).is_err() {
-            self.state.pages.stick(block.address);
+        if self.state.pages.unmap(self.driver, block.address, &idle).is_err() {
+            self.state.pages.stick(block.address, &idle);
         }
         self.count_pages();
         self.leave_range(block.address, block.size);

@@ -3,7 +3,6 @@
 //! A page that is half used cannot go where memory is missing, and near the limit its other half is what is missing.
 //! Splitting costs driver calls, and needs the work on the page to be done: where it is not, the page stays as it is.
 
-use crate::block::BlockId;
 use crate::driver::Driver;
 use crate::history::{Action, Context};
 use crate::homes::Found;
@@ -11,7 +10,9 @@ use crate::locked::Locked;
 use crate::pages::PageUse;
 use crate::policy::Request;
 use crate::pool::PoolId;
+use crate::proof::Idle;
 use crate::segment::Backing;
+use crate::unmap::Calls;
 
 impl<D: Driver> Locked<'_, D> {
     /// Splits the page that a request would take only a part of; whether something changed.
@@ -36,12 +37,13 @@ impl<D: Driver> Locked<'_, D> {
         if !is_pinned || bytes <= most || keep >= bytes || self.is_recording() {
             return false;
         }
-        if !self.is_idle(request.stream).unwrap_or(false) {
+        let proof = self.poll_stream(request.stream).ok().flatten();
+        let Some(idle) = proof.and_then(|proof| self.idle(id, proof)) else {
             // Not asked for again before the next miss: a stream that is at work stays so for a while.
             self.state.homes.is_tight = false;
             return false;
-        }
-        self.split(id, page, keep)
+        };
+        self.split(&idle, page, keep)
     }
 
     /// Splits the page that a new range for a request would take only a part of.
@@ -57,25 +59,27 @@ impl<D: Driver> Locked<'_, D> {
             || keep >= page.bytes
             || self.state.pools[request.pool].id != PoolId::DEFAULT
             || self.is_recording()
-            || !self.is_idle(request.stream).unwrap_or(false)
         {
             return;
         }
+        let Some(proof) = self.poll_stream(request.stream).ok().flatten() else { return };
         let lane = self.state.pools[page.pool].lane(request.stream);
-        if let Some(id) = lane.and_then(|lane| lane.free_at(page.home)) {
-            self.split(id, page.home, keep);
+        let block = lane.and_then(|lane| lane.free_at(page.home));
+        if let Some(idle) = block.and_then(|id| self.idle(id, proof)) {
+            self.split(&idle, page.home, keep);
         }
     }
 
     /// Puts two pages, the first of `keep` bytes, in the place of one at `home`, which lies in a free block; whether
     /// something changed.
-    fn split(&mut self, id: BlockId, home: u64, keep: u64) -> bool {
+    fn split(&mut self, idle: &Idle<'_>, home: u64, keep: u64) -> bool {
+        let id = idle.block();
         let (_, bytes, page) = self.state.pages.page_around(home).expect("a page at home");
         let block = &self.state.blocks[id];
         let (pool, stream) = (block.pool, block.stream);
         let (private, small) = (self.state.pools[pool].id, self.state.pools[pool].small);
-        self.leave_ranges(page);
-        if self.state.pages.unmap(self.driver, home).is_err() {
+        self.leave_ranges(page, idle, &mut Calls::unlimited());
+        if self.state.pages.unmap(self.driver, home, idle).is_err() {
             return true;
         }
         self.counters.num_device_free.add(1);

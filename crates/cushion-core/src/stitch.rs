@@ -16,9 +16,11 @@ use crate::growth::unless_full;
 use crate::history::Context;
 use crate::locked::{Locked, State};
 use crate::policy::{Policy, Request};
-use crate::pool::PoolIndex;
+use crate::pool::{PoolId, PoolIndex};
+use crate::proof::{Idle, Marked};
 use crate::segment::{Backing, SegmentId};
 use crate::table::{Id, Table};
+use crate::unmap::Calls;
 
 /// A range, by its place in the table.
 pub(crate) type StitchId = Id<Stitch>;
@@ -31,6 +33,9 @@ const MOST_RANGES: usize = 1024;
 
 /// How many times the device's memory the addresses of all ranges may be.
 const MOST_ADDRESSES: u64 = 16;
+
+/// What taking a page out of one range takes: the mapping, and the addresses of a range that has no page left.
+const CALLS_A_RANGE: u32 = 2;
 
 /// One stitched range.
 #[derive(Debug)]
@@ -72,10 +77,10 @@ pub(crate) struct Stitches {
     table: Table<Stitch>,
     /// Those that may be used again, by the bytes they can hand out.
     families: BTreeMap<Family, BTreeSet<(u64, StitchId)>>,
-    /// The ranges that a page is in.
-    of_page: BTreeMap<PageHandle, Vec<StitchId>>,
-    /// Retired and not in use, waiting for the work that their stream had when the event was recorded.
-    retiring: VecDeque<(EventId, Vec<StitchId>)>,
+    /// The ranges that a page is in, and where it is in each.
+    of_page: BTreeMap<PageHandle, Vec<(StitchId, u64)>>,
+    /// Retired and not in use, waiting for the work that their stream had when the mark was made.
+    retiring: VecDeque<(Marked, Vec<StitchId>)>,
     /// Retired and not in use, waiting for their stream to come by.
     retired: Vec<StitchId>,
     /// How often a range was handed out.
@@ -142,9 +147,9 @@ impl Stitches {
         (self.count, self.addresses)
     }
 
-    /// The ranges that a page is in.
-    pub(crate) fn of_page(&self, page: PageHandle) -> &[StitchId] {
-        self.of_page.get(&page).map_or(&[], Vec::as_slice)
+    /// A range that a page is in, and where it is there.
+    fn range_of(&self, page: PageHandle) -> Option<(StitchId, u64)> {
+        self.of_page.get(&page).and_then(|ranges| ranges.last().copied())
     }
 
     /// How many addresses ranges on their way take.
@@ -179,12 +184,15 @@ impl Stitches {
 
     /// The events that retired ranges wait for, for the engine to destroy at its end.
     pub(crate) fn take_events(&mut self) -> Vec<EventId> {
-        std::mem::take(&mut self.retiring).into_iter().map(|(event, _)| event).collect()
+        let retiring = std::mem::take(&mut self.retiring).into_iter();
+        retiring.filter_map(|(marked, _)| marked.into_event()).collect()
     }
 
     fn forget_part(&mut self, page: PageHandle, id: StitchId) {
         if let Some(ranges) = self.of_page.get_mut(&page) {
-            ranges.retain(|&it| it != id);
+            if let Some(index) = ranges.iter().rposition(|&(it, _)| it == id) {
+                ranges.swap_remove(index);
+            }
             if ranges.is_empty() {
                 self.of_page.remove(&page);
             }
@@ -310,6 +318,12 @@ impl<D: Driver> Locked<'_, D> {
             && stitch.runs(request.size).all(is_free)
     }
 
+    /// The free blocks at home that the first `size` bytes of a range lie in, if they are free.
+    pub(crate) fn homes_of(&self, id: StitchId, size: u64) -> impl Iterator<Item = BlockId> {
+        let stitch = self.state.stitches.get(id);
+        stitch.runs(size).filter_map(move |run| self.free_around(run, stitch.family.1))
+    }
+
     /// The free block that all of a run lies in.
     fn free_around(&self, run: Run, stream: StreamId) -> Option<BlockId> {
         let State { blocks, pools, .. } = &*self.state;
@@ -345,7 +359,10 @@ impl<D: Driver> Locked<'_, D> {
     /// The block of a range is free: so are its bytes at home, and the range can be used again.
     pub(crate) fn return_home(&mut self, id: StitchId) {
         let mut lent = std::mem::take(&mut self.state.stitches.table[id].lent);
+        let freed = self.state.blocks[self.state.stitches.table[id].block].freed;
         for home in lent.drain(..) {
+            // What was used at the second address was used at home, too.
+            self.state.blocks[home].freed = freed;
             self.merge_free(home);
         }
         let State { stitches, blocks, .. } = &mut *self.state;
@@ -440,11 +457,11 @@ impl<D: Driver> Locked<'_, D> {
             retired: false,
         };
         let (pages, usable): (Vec<_>, _) =
-            (stitch.parts.iter().map(|part| part.page).collect(), stitch.usable());
+            (stitch.parts.iter().map(|part| (part.page, part.offset)).collect(), stitch.usable());
         let id = stitches.table.insert(stitch);
         stitches.families.entry(family).or_default().insert((usable, id));
-        for page in pages {
-            stitches.of_page.entry(page).or_default().push(id);
+        for (page, offset) in pages {
+            stitches.of_page.entry(page).or_default().push((id, offset));
         }
         stitches.count += 1;
         stitches.addresses += bytes;
@@ -463,10 +480,9 @@ impl<D: Driver> Locked<'_, D> {
     pub(crate) fn make_room_for_range(&mut self, stream: StreamId) -> bool {
         let most_addresses = self.device.total.saturating_mul(MOST_ADDRESSES);
         if !self.is_recording() && self.dissolve_retired().is_ok() {
-            // A graph may use what a private pool handed out.
+            // A graph may use what a private pool handed out, on any stream: an event of one stream proves nothing.
             let State { pools, stitches, .. } = &mut *self.state;
-            let is_kept =
-                |pool| pools.private.get(&pools[pool].id).is_some_and(|pool| pool.uses > 0);
+            let is_kept = |pool: PoolIndex| pools[pool].id != PoolId::DEFAULT;
             let (mut count, going) = (stitches.count_of(stream, is_kept), stitches.going());
             let mut addresses = stitches.addresses - going;
             while count >= MOST_RANGES || addresses > most_addresses {
@@ -484,84 +500,124 @@ impl<D: Driver> Locked<'_, D> {
             && stitches.addresses / 2 < most_addresses
     }
 
-    /// Unmaps ranges that were retired and whose work is done.
+    /// Unmaps ranges that were retired and whose work is done, a part of them at a time.
     fn dissolve_retired(&mut self) -> DriverResult<()> {
-        let mut waiting = std::mem::take(&mut self.state.stitches.retiring);
+        let mut calls = Calls::of_one_hold();
         let mut failed = Ok(());
-        while let Some((event, ids)) = waiting.pop_front() {
-            match self.driver.event_query(event) {
-                Ok(true) => {
-                    self.state.pending.keep_event(event);
-                    ids.into_iter().for_each(|id| self.dissolve(id));
-                    continue;
+        for (marked, mut ids) in std::mem::take(&mut self.state.stitches.retiring) {
+            let (marked, polled) = match marked {
+                Marked::UnderWay(mark) => self.poll(mark),
+                done @ Marked::Done(_) => (done, Ok(())),
+            };
+            failed = failed.and(polled);
+            if let Marked::Done(proof) = marked {
+                while let Some(id) = ids.pop() {
+                    let Some(idle) = self.idle(self.state.stitches.get(id).block, proof) else {
+                        self.state.stitches.retired.push(id);
+                        continue;
+                    };
+                    if !self.dissolve(id, &idle, &mut calls) {
+                        ids.push(id);
+                        break;
+                    }
                 }
-                Ok(false) => {}
-                Err(error) => failed = Err(error),
             }
-            self.state.stitches.retiring.push_back((event, ids));
+            if ids.is_empty() {
+                self.state.pending.keep_events(marked.into_event());
+            } else {
+                self.state.stitches.retiring.push_back((marked, ids));
+            }
         }
         failed
     }
 
-    /// Records an event after which the retired ranges of a stream may go.
+    /// Marks the work after which the retired ranges of a stream may go.
     fn wait_for_retired(&mut self, stream: StreamId) -> DriverResult<()> {
-        let Stitches { table, retired, .. } = &mut self.state.stitches;
-        let is_its_own = |id: &mut StitchId| table[*id].family.1 == stream;
+        let State { stitches: Stitches { table, retired, .. }, pools, .. } = &mut *self.state;
+        // What a private pool has left goes with its last page.
+        let is_its_own = |id: &mut StitchId| {
+            let (pool, of) = table[*id].family;
+            of == stream && pools[pool].id == PoolId::DEFAULT
+        };
         let its_own: Vec<StitchId> = retired.extract_if(.., is_its_own).collect();
         if its_own.is_empty() {
             return Ok(());
         }
-        match self.event_now(stream) {
-            Ok(event) => {
-                self.state.stitches.retiring.push_back((event, its_own));
+        let mark = self.mark(stream);
+        match mark {
+            Ok(Some(mark)) => {
+                self.state.stitches.retiring.push_back((Marked::UnderWay(mark), its_own));
                 Ok(())
             }
-            Err(error) => {
+            other => {
                 self.state.stitches.retired.extend(its_own);
-                Err(error)
+                other.map(drop)
             }
         }
     }
 
-    /// Takes a page that is free and about to go out of all ranges it is in. The work that used it must be done.
-    pub(crate) fn leave_ranges(&mut self, page: PageHandle) {
-        for id in self.state.stitches.of_page(page).to_vec() {
+    /// Takes a page, which is free at home and about to go, out of all ranges it is in; false if `calls` were not enough.
+    /// Whoever used it in a range was done with it before it was free at home.
+    pub(crate) fn leave_ranges(
+        &mut self,
+        page: PageHandle,
+        idle: &Idle<'_>,
+        calls: &mut Calls,
+    ) -> bool {
+        while let Some((id, offset)) = self.state.stitches.range_of(page) {
+            if !calls.spend(CALLS_A_RANGE) {
+                return false;
+            }
             let State { stitches, pages, .. } = &mut *self.state;
             stitches.retire(id);
             let stitch = &mut stitches.table[id];
-            let address = stitch.address;
-            for part in stitch.parts.extract_if(.., |part| part.page == page) {
-                pages.unmap_or_stick(self.driver, address + part.offset);
-            }
+            let index = stitch.parts.partition_point(|part| part.offset < offset);
+            let part = stitch.parts.remove(index);
+            debug_assert_eq!(part.page, page);
+            pages.unmap_or_stick(self.driver, stitch.address + offset, idle);
             let is_over = stitch.parts.is_empty();
             stitches.forget_part(page, id);
             self.counters.num_device_free.add(1);
             if is_over {
-                self.dissolve(id);
+                self.dissolve(id, idle, &mut Calls::unlimited());
             }
         }
+        true
     }
 
-    /// Unmaps a range that is not in use, and gives its addresses back. Its work must be done.
-    fn dissolve(&mut self, id: StitchId) {
+    /// Unmaps what is left of a retired range that nobody is at work on, as far as `calls` go; then gives its addresses
+    /// back. Whether it is gone.
+    fn dissolve(&mut self, id: StitchId, idle: &Idle<'_>, calls: &mut Calls) -> bool {
         let State { stitches, pages, .. } = &mut *self.state;
-        stitches.retire(id);
+        let stitch = &mut stitches.table[id];
+        debug_assert!(stitch.retired && !stitch.is_in_use());
+        let mut unmapped = Vec::new();
+        while let Some(&part) = stitch.parts.last()
+            && calls.spend(1)
+        {
+            stitch.parts.pop();
+            pages.unmap_or_stick(self.driver, stitch.address + part.offset, idle);
+            unmapped.push(part.page);
+        }
+        let is_over = stitch.parts.is_empty() && calls.spend(1);
+        for &page in &unmapped {
+            stitches.forget_part(page, id);
+        }
+        self.counters.num_device_free.add(u64::from(!unmapped.is_empty()));
+        if !is_over {
+            return false;
+        }
         stitches.retired.retain(|&it| it != id);
         for (_, waiting) in &mut stitches.retiring {
             waiting.retain(|&it| it != id);
         }
         let stitch = stitches.table.remove(id);
-        debug_assert!(!stitch.is_in_use());
-        self.counters.num_device_free.add(u64::from(!stitch.parts.is_empty()));
         stitches.count -= 1;
         stitches.addresses -= stitch.bytes;
-        for part in &stitch.parts {
-            stitches.forget_part(part.page, id);
-            pages.unmap_or_stick(self.driver, stitch.address + part.offset);
-        }
         let block = self.state.blocks.remove(stitch.block);
         self.state.segments.remove(block.segment);
         self.state.pools[block.pool].segments -= 1;
         self.leave_range(stitch.address, stitch.bytes);
+        true
     }
 }

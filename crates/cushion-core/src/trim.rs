@@ -17,19 +17,18 @@ use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use crate::block::{BlockId, BlockState};
+use crate::block::{Block, BlockId, BlockState};
 use crate::check::Violation;
-use crate::driver::{Driver, DriverResult, EventId, StreamId};
+use crate::driver::{Driver, DriverResult, StreamId};
 use crate::engine::Engine;
 use crate::history::Context;
 use crate::homes::Found;
 use crate::locked::{Locked, State};
 use crate::policy::{GiveBack, Policy, Request};
 use crate::pool::{PoolIndex, PoolTable};
+use crate::proof::{Idle, Marked};
 use crate::segment::Backing;
-
-/// How many pages are unmapped before others get the lock: some hundreds of microseconds.
-const AT_ONCE: usize = 4;
+use crate::unmap::{CALLS_A_PAGE, Calls};
 
 /// How many pages are taken out of their lanes at one look: less than a millisecond.
 const MOST_PAGES: usize = 512;
@@ -64,8 +63,8 @@ pub(crate) struct Windows {
 #[derive(Debug)]
 struct Leave {
     stream: StreamId,
-    /// Recorded when they were taken; none once it is done.
-    event: Option<EventId>,
+    /// The work that the stream had when they were taken.
+    work: Marked,
     pages: Vec<BlockId>,
 }
 
@@ -105,16 +104,19 @@ impl<D: Driver> Locked<'_, D> {
         if self.is_recording() {
             return Ok(());
         }
-        for leave in &mut self.state.homes.windows.leaving {
-            if let Some(event) = leave.event
-                && is_uncaptured(self.driver, leave.stream)
-                && self.driver.event_query(event)?
-            {
-                leave.event = None;
-                self.state.pending.keep_event(event);
+        let mut failed = Ok(());
+        let leaving = std::mem::take(&mut self.state.homes.windows.leaving);
+        let polled = leaving.into_iter().map(|mut leave| {
+            if let Marked::UnderWay(mark) = leave.work {
+                let (work, polled) = self.poll(mark);
+                leave.work = work;
+                failed = failed.and(polled);
             }
-        }
-        Ok(())
+            leave
+        });
+        let polled = polled.collect();
+        self.state.homes.windows.leaving = polled;
+        failed
     }
 
     /// Unmaps a few of the pages whose work is done; returns their bytes, or `None` if there are none.
@@ -122,32 +124,51 @@ impl<D: Driver> Locked<'_, D> {
         if self.is_recording() {
             return None;
         }
+        let is_done = |leave: &Leave| matches!(leave.work, Marked::Done(_));
+        let index = self.state.homes.windows.leaving.iter().position(is_done)?;
+        let before = self.reserved();
+        let mut calls = Calls::of_one_hold();
+        while let Some(page) = self.state.homes.windows.leaving[index].pages.pop() {
+            let Marked::Done(proof) = self.state.homes.windows.leaving[index].work else { break };
+            match self.idle(page, proof) {
+                Some(idle) if self.page_goes(&idle, &mut calls) => {}
+                Some(_) => {
+                    self.state.homes.windows.leaving[index].pages.push(page);
+                    break;
+                }
+                None => {
+                    self.merge_free(page);
+                }
+            }
+        }
         let windows = &mut self.state.homes.windows;
-        let index = windows.leaving.iter().position(|leave| leave.event.is_none())?;
-        let pages = &mut windows.leaving[index].pages;
-        let some = pages.split_off(pages.len().saturating_sub(AT_ONCE));
-        if pages.is_empty() {
+        if windows.leaving[index].pages.is_empty() {
             windows.leaving.swap_remove(index);
             windows.halvings = windows.halvings.saturating_sub(1);
         }
-        let gone = some.into_iter().map(|page| self.page_goes(page)).sum();
         self.close_empty_pools();
-        Some(gone)
+        Some(before.saturating_sub(self.reserved()))
     }
 
-    /// A page that was taken out of its lane goes to the driver, or, where that fails, back to its lane; returns its
-    /// bytes if it went.
-    fn page_goes(&mut self, id: BlockId) -> u64 {
-        let before = self.reserved();
+    /// A page that was taken out of its lane goes to the driver, or, where that fails, back to its lane; false if it
+    /// takes more calls than are left.
+    fn page_goes(&mut self, idle: &Idle<'_>, calls: &mut Calls) -> bool {
+        let id = idle.block();
+        let home = self.state.pages.page_around(self.state.blocks[id].address);
+        let (_, _, page) = home.expect("a page at home");
+        if !self.leave_ranges(page, idle, calls) || !calls.spend(CALLS_A_PAGE) {
+            return false;
+        }
         self.insert_free(id);
-        if self.unmap_block(id, Context::NONE).is_err() && self.state.blocks[id].is_free() {
+        let gone = self.unmap_block(idle, &mut Calls::unlimited(), Context::NONE);
+        if gone.is_err() && self.state.blocks.get(id).is_some_and(Block::is_free) {
             let block = &self.state.blocks[id];
             let (size, address, pool, stream) =
                 (block.size, block.address, block.pool, block.stream);
             self.state.pools[pool].lane_mut(stream).remove_free(size, address);
             self.merge_free(id);
         }
-        before.saturating_sub(self.reserved())
+        true
     }
 
     // ---- taking it back ----
@@ -155,9 +176,7 @@ impl<D: Driver> Locked<'_, D> {
     /// Puts all pages that are on their way back into their lanes, so that nobody is short of them.
     pub(crate) fn recall_leaving(&mut self) {
         for leave in std::mem::take(&mut self.state.homes.windows.leaving) {
-            if let Some(event) = leave.event {
-                self.state.pending.keep_event(event);
-            }
+            self.state.pending.keep_events(leave.work.into_event());
             for page in leave.pages {
                 self.merge_free(page);
             }
@@ -178,14 +197,10 @@ impl<D: Driver> Locked<'_, D> {
                 back.extend(leave.pages.extract_if(.., serves));
             }
         }
-        homes.windows.leaving.retain(|leave| {
-            if leave.pages.is_empty()
-                && let Some(event) = leave.event
-            {
-                pending.keep_event(event);
-            }
-            !leave.pages.is_empty()
-        });
+        let is_over = |leave: &mut Leave| leave.pages.is_empty();
+        for leave in homes.windows.leaving.extract_if(.., is_over) {
+            pending.keep_events(leave.work.into_event());
+        }
         back.into_iter().for_each(|page| {
             self.merge_free(page);
         });
@@ -336,12 +351,10 @@ impl<D: Driver> Locked<'_, D> {
             }
         }
         for (stream, pages) in by_stream {
-            if !is_uncaptured(self.driver, stream) {
-                continue;
-            }
-            let event = Some(self.event_now(stream)?);
+            let Some(mark) = self.mark(stream)? else { continue };
             let pages = pages.into_iter().filter_map(|page| self.take_page(page)).collect();
-            self.state.homes.windows.leaving.push(Leave { stream, event, pages });
+            let work = Marked::UnderWay(mark);
+            self.state.homes.windows.leaving.push(Leave { stream, work, pages });
         }
         Ok(())
     }
@@ -388,10 +401,4 @@ impl<D: Driver> Locked<'_, D> {
         }
         Err(Violation(format!("{leaving} pages leave, of which {} are known", known.len())))
     }
-}
-
-/// Whether a stream is certainly not being captured: somebody may do that without a word, and an event would become a
-/// part of the graph, or break it.
-fn is_uncaptured(driver: &impl Driver, stream: StreamId) -> bool {
-    matches!(driver.capture(stream), Ok(None))
 }

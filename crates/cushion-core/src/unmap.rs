@@ -1,17 +1,98 @@
 //! Taking pages away from the addresses that they are at, and addresses from the segments that have none left.
+//!
+//! Every call of the driver takes tens of microseconds, and a page may be in hundreds of ranges. So the lock is held for a
+//! limited number of calls at a time: what is left is done in the next hold, if it is still free then.
 
 use crate::block::{BlockId, BlockState};
 use crate::driver::{Driver, DriverResult};
+use crate::engine::Engine;
 use crate::history::{Action, Context};
 use crate::locked::{Locked, State};
 use crate::policy::GiveBack;
+use crate::proof::{Idle, Proof};
+
+/// How many driver calls are made before others get the lock.
+const CALLS_A_HOLD: u32 = 32;
+
+/// What unmapping and releasing one page takes, and giving back the addresses of its segment.
+pub(crate) const CALLS_A_PAGE: u32 = 3;
+
+/// How many driver calls may still be made in this hold of the lock.
+#[derive(Debug)]
+pub(crate) struct Calls(u32);
+
+impl Calls {
+    /// For one hold of the lock.
+    pub(crate) fn of_one_hold() -> Self {
+        Self(CALLS_A_HOLD)
+    }
+
+    /// For a request that waits for the page.
+    pub(crate) fn unlimited() -> Self {
+        Self(u32::MAX)
+    }
+
+    /// Whether so many are left; then they are spent.
+    pub(crate) fn spend(&mut self, calls: u32) -> bool {
+        let left = self.0.checked_sub(calls);
+        self.0 = left.unwrap_or(0);
+        left.is_some()
+    }
+
+    fn are_left(&self) -> bool {
+        self.0 > 0
+    }
+}
+
+impl<D: Driver> Engine<D> {
+    /// Takes away and gives back the pages of free blocks, each with the proof that its work is done, a few at a time;
+    /// returns the bytes, and whether all proofs held. Blocks that are in use again are passed over.
+    pub(crate) fn unmap_blocks(
+        &self,
+        mut blocks: Vec<(BlockId, Proof)>,
+        context: Context,
+    ) -> DriverResult<(u64, bool)> {
+        blocks.reverse();
+        let (mut won, mut all) = (0, true);
+        while !blocks.is_empty() {
+            self.locked(|mut engine| {
+                let before = engine.reserved();
+                let mut calls = Calls::of_one_hold();
+                let mut unmapped = Ok(());
+                while calls.are_left()
+                    && unmapped.is_ok()
+                    && let Some((id, proof)) = blocks.pop()
+                {
+                    let Some(idle) = engine.idle(id, proof) else {
+                        all = false;
+                        continue;
+                    };
+                    let rest = engine.unmap_block(&idle, &mut calls, context);
+                    unmapped = rest.map(|rest| blocks.extend(rest.map(|rest| (rest, proof))));
+                }
+                won += before.saturating_sub(engine.reserved());
+                unmapped
+            })?;
+        }
+        Ok((won, all))
+    }
+}
 
 impl<D: Driver> Locked<'_, D> {
-    /// Takes away and gives back the pages that lie wholly in a free block; then, if nothing of the
-    /// segment is mapped any more, its addresses too. Where the driver fails half-way, what was
-    /// unmapped so far is. The work that used the pages must be done.
-    pub(crate) fn unmap_block(&mut self, id: BlockId, context: Context) -> DriverResult<()> {
-        let GiveBack::Pages { start, end } = self.may_give_back(id) else { return Ok(()) };
+    /// Takes away and gives back the pages that lie wholly in a free block, as far as `calls` go; then, if nothing of
+    /// the segment is mapped any more, its addresses too. Returned is the block with pages that are left to do. Where
+    /// the driver fails half-way, what was unmapped so far is.
+    pub(crate) fn unmap_block(
+        &mut self,
+        idle: &Idle<'_>,
+        calls: &mut Calls,
+        context: Context,
+    ) -> DriverResult<Option<BlockId>> {
+        let id = idle.block();
+        if !self.state.blocks[id].is_free() {
+            return Ok(None);
+        }
+        let GiveBack::Pages { start, end } = self.may_give_back(id) else { return Ok(None) };
         let block = &self.state.blocks[id];
         let (pool, stream) = (block.pool, block.stream);
         let mut at = start;
@@ -19,8 +100,10 @@ impl<D: Driver> Locked<'_, D> {
         while at < end {
             let page = self.state.pages.page_around(at);
             let (_, bytes, page) = page.expect("a free block has pages behind it");
-            self.leave_ranges(page);
-            failed = self.state.pages.unmap(self.driver, at);
+            if !self.leave_ranges(page, idle, calls) || !calls.spend(CALLS_A_PAGE) {
+                break;
+            }
+            failed = self.state.pages.unmap(self.driver, at, idle);
             if failed.is_err() {
                 break;
             }
@@ -35,10 +118,14 @@ impl<D: Driver> Locked<'_, D> {
             self.record(Action::SegmentUnmap, start, at - start, (stream, pool), context);
         }
         failed?;
+        if at < end {
+            let block = &self.state.blocks[id];
+            return Ok(if block.is_mapped() { Some(id) } else { block.next });
+        }
         if !self.state.blocks[id].is_split() && !self.state.blocks[id].is_mapped() {
             self.unreserve(id)?;
         }
-        Ok(())
+        Ok(None)
     }
 
     /// Turns `start..end` of a free block into an unmapped block, which keeps the block's identity.

@@ -5,7 +5,6 @@ use std::time::Duration;
 use super::{Climb, Visit};
 use crate::borrow::Lend;
 use crate::callbacks::{Plea, Situation};
-use crate::drain::Drained;
 use crate::driver::{Driver, DriverResult};
 use crate::engine::{Engine, ring};
 use crate::error::Ended;
@@ -13,6 +12,7 @@ use crate::ladder::{Ladder, Legal, Rung, Then};
 use crate::locked::{Asked, Locked};
 use crate::policy::{Policy, Request};
 use crate::pool::PoolId;
+use crate::proof::Proof;
 use crate::queue::{Bells, Standstill};
 
 impl<D: Driver> Engine<D> {
@@ -103,7 +103,7 @@ impl<D: Driver> Engine<D> {
                         None if !engine.is_recording() => engine.borrow_from_streams(
                             &request,
                             Lend::Whole,
-                            &Drained::default(),
+                            Proof::NONE,
                             context,
                         )?,
                         served => served,
@@ -116,15 +116,15 @@ impl<D: Driver> Engine<D> {
 
     pub(super) fn borrow_pieces(&self, climb: &Climb) -> DriverResult<Visit> {
         let served = self.outside_capture(climb, || {
-            let streams = self.locked(|mut engine| {
+            let waits = self.locked(|mut engine| {
                 let request = engine.request_of(climb);
-                engine.streams_lending_pieces(&request)
+                engine.lends_after_wait(&request)
             })?;
-            let drained = self.drain(&streams)?;
+            let proof = if waits { self.wait_for_device()? } else { Proof::NONE };
             self.locked(|mut engine| {
                 let request = engine.request_of(climb);
                 let context = climb.asked.context;
-                engine.borrow_from_streams(&request, Lend::Pieces, &drained, context)
+                engine.borrow_from_streams(&request, Lend::Pieces, proof, context)
             })
         });
         let Some(served) = served else { return Ok(Visit::Left(Ended::Illegal)) };
@@ -134,6 +134,10 @@ impl<D: Driver> Engine<D> {
     /// Waits for just enough pending frees: until a free block serves the request, or giving memory back
     /// would make room.
     pub(super) fn wait_for_events(&self, climb: &mut Climb) -> DriverResult<Visit> {
+        if self.locked(|engine| engine.state.pending.awaits_device()) {
+            // A stream that may be gone used them: nothing less than the device can be waited for.
+            self.outside_capture(climb, || self.wait_for_device()).transpose()?;
+        }
         let now = self.clock.now();
         let left = self.may_wait(climb, now);
         self.locked(|mut engine| {
@@ -204,16 +208,19 @@ impl<D: Driver> Engine<D> {
             return Ok(Visit::Won(before.saturating_sub(after)));
         }
         let given_back = self.giving_back(climb, || {
-            let streams = self.locked(|mut engine| {
+            let waits = self.locked(|mut engine| {
                 let request = engine.request_of(climb);
-                engine.streams_to_drain(&request)
+                engine.waits_to_give_back(&request)
             })?;
-            let Some(streams) = streams else { return Ok((0, ())) };
-            let drained = self.drain(&streams)?;
-            let (leaving, unmapped) = self.locked(|mut engine| {
+            let Some(waits) = waits else { return Ok((0, ())) };
+            let proof = if waits { self.wait_for_device()? } else { Proof::NONE };
+            let (segments, pages) = self.locked(|mut engine| {
                 let request = engine.request_of(climb);
-                engine.give_back_if_enough(&request, &drained, context)
+                engine.enough_to_give_back(&request, proof)
             })?;
+            // Pages first: what is detached must not be lost to a driver that fails.
+            let (unmapped, _) = self.unmap_blocks(pages, context)?;
+            let leaving = self.locked(|mut engine| engine.detach_segments(&segments));
             let released = self.release(leaving, context)?;
             self.locked(|mut engine| engine.close_empty_pools());
             Ok((unmapped + released, ()))
@@ -458,7 +465,7 @@ impl<D: Driver> Locked<'_, D> {
         if climb.asked.ahead || climb.options.skip_rungs.contains(Rung::Borrow) {
             return Ok(None);
         }
-        self.borrow_from_streams(request, Lend::Whole, &Drained::default(), climb.asked.context)
+        self.borrow_from_streams(request, Lend::Whole, Proof::NONE, climb.asked.context)
     }
 
     pub(super) fn is_legal(&self, legal: Legal, asked: &Asked) -> DriverResult<bool> {
