@@ -28,8 +28,12 @@
 //! *Failure.* A call that fails has changed nothing. [`Fault::OutOfMemory`] says so only when it is
 //! certain that memory ran out; everything else is [`Fault::Failed`].
 //!
-//! *Capture.* While a stream of the device is being captured, nothing may be waited for, no event may be queried
-//! on that stream, and the caller keeps to calls that are legal then.
+//! *Capture.* While a stream of the device is being captured, nothing may be waited for, no event may be recorded or
+//! queried on that stream, and the caller keeps to calls that are legal then.
+//!
+//! *Streams that are no more.* A program may destroy a stream of its own at any time; what is queued on it goes on. Its
+//! handle must not be passed to [`event_record`](Driver::event_record) or [`capture`](Driver::capture) afterwards: a real
+//! driver crashes. [`stream_synchronize`](Driver::stream_synchronize) waits for the device and needs no handle.
 
 mod checked;
 mod memory;
@@ -256,8 +260,8 @@ pub trait Driver: fmt::Debug + Send + Sync {
     /// Waits until all marked work is done.
     fn event_synchronize(&self, event: EventId) -> DriverResult<()>;
 
-    /// Waits until all work queued on `stream` so far is done, and what graphs captured on it do wherever they run: the
-    /// whole device, if need be.
+    /// Waits until all work queued on `stream` so far is done, and what graphs captured on it do wherever they run: for
+    /// the whole device. The stream may have been destroyed.
     fn stream_synchronize(&self, stream: StreamId) -> DriverResult<()>;
 
     /// The capture under way on `stream`, if any.

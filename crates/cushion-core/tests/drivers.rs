@@ -183,20 +183,35 @@ mod tests {
         assert_eq!(query(all), [true, false, true]);
         driver.finish(S1);
         assert_eq!(query(all), [true, true, true]);
-        // A new mark forgets the old one; waiting for a stream leaves others alone.
+        // A new mark forgets the old one; waiting for a stream is waiting for the device.
         driver.launch(S1);
         driver.launch(S2);
         driver.event_record(early, S2).unwrap();
         driver.event_record(late, S1).unwrap();
-        driver.stream_synchronize(S1).unwrap();
+        driver.finish(S1);
         assert_eq!(query([early, late, late]), [false, true, true]);
-        driver.finish_all();
+        driver.stream_synchronize(S1).unwrap();
         assert!(driver.event_query(early).unwrap());
         // A plain free waits for the whole device.
         let plain = driver.alloc(MIB).unwrap();
         let work = driver.launch(S2);
         driver.free(plain).unwrap();
         assert!(driver.is_finished(S2, work));
+    }
+
+    #[test]
+    fn the_work_of_a_destroyed_stream_goes_on() {
+        let driver = sim();
+        let event = driver.event_create().unwrap();
+        let work = driver.launch(S1);
+        driver.event_record(event, S1).unwrap();
+        driver.destroy_stream(S1);
+        assert_eq!(driver.event_query(event), Ok(false));
+        assert_eq!(driver.event_record(event, S1), failed(Call::EventRecord, 1));
+        assert_eq!(driver.capture(S1).map(|_| ()), failed(Call::Capture, 1));
+        driver.stream_synchronize(S1).unwrap();
+        assert!(driver.is_finished(S1, work));
+        assert_eq!(driver.event_query(event), Ok(true));
     }
 
     #[test]
@@ -226,7 +241,7 @@ mod tests {
         assert_eq!(done(), [1, 1, 0]);
         // What was finished otherwise is passed by, however that came about.
         driver.finish_until(S1, 2);
-        driver.stream_synchronize(S2).unwrap();
+        driver.finish(S2);
         assert_eq!(done(), [2, 2, 0]);
         assert_eq!(driver.event_query(event), Ok(false));
         assert!(driver.finish_oldest());
@@ -564,8 +579,28 @@ mod tests {
             ("a page is unmapped while work", |gpu, range, _| {
                 gpu.work(range, 512, S1, 1);
                 gpu.inner().finish_all();
-                gpu.stream_synchronize(S2).unwrap();
+                let event = gpu.event_create().unwrap();
+                gpu.event_record(event, S2).unwrap();
+                assert_eq!(gpu.event_query(event), Ok(true));
                 let _ = gpu.unmap(range, PAGE);
+            }),
+            ("an event is recorded on StreamId(1), which was destroyed", |gpu, _, _| {
+                let event = gpu.event_create().unwrap();
+                gpu.event_record(event, S1).unwrap();
+                gpu.destroy_stream(S1);
+                let _ = gpu.event_record(event, S1);
+            }),
+            ("a capture is asked for on StreamId(1), which was destroyed", |gpu, _, _| {
+                gpu.destroy_stream(S1);
+                let _ = gpu.capture(S1);
+            }),
+            ("an event is recorded on StreamId(1), which is being captured", |gpu, _, _| {
+                let event = gpu.event_create().unwrap();
+                gpu.begin_capture(S1);
+                gpu.end_capture(S1);
+                gpu.event_record(event, S1).unwrap();
+                gpu.begin_capture(S1);
+                let _ = gpu.event_record(event, S1);
             }),
             // An event tells nothing of work that was queued after it.
             ("a page is unmapped while work", |gpu, range, _| {
@@ -644,9 +679,16 @@ mod tests {
                 assert_eq!(gpu.event_query(event), Ok(true));
                 gpu.unmap(range, PAGE).unwrap();
             }),
-            ("a stream that was waited for", |gpu, range, page| {
+            ("a stream that waits for all", |gpu, range, _| {
                 gpu.work(range, MIB, S1, 1);
-                gpu.stream_synchronize(S1).unwrap();
+                gpu.wait_for_all(S2);
+                gpu.work(range, MIB, S2, 2);
+            }),
+            // Whichever stream is named, and though it is no more.
+            ("a device that was waited for", |gpu, range, page| {
+                gpu.work(range, MIB, S1, 1);
+                gpu.destroy_stream(S2);
+                gpu.stream_synchronize(S2).unwrap();
                 gpu.unmap(range, PAGE).unwrap();
                 gpu.release(page).unwrap();
                 gpu.unreserve(range, 4 * PAGE).unwrap();

@@ -6,8 +6,10 @@
 //! done; and an address is taken from a page only when the work that used it there is done.
 //!
 //! It believes only what it saw pass through: work counts as done when an event that was recorded
-//! after it has been seen finished, when its stream was synchronised, or when a call was made that
-//! waits for the device. So it also works in front of a real GPU.
+//! after it has been seen finished, or when a call was made that waits for the device. So it also works in front of a
+//! real GPU, and under threads: what is queued while somebody waits is not covered by the wait.
+//!
+//! The program tells it of work, of streams that wait for each other, of streams it destroys, and of captures.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -34,6 +36,10 @@ struct State {
     /// Mapped pages by address.
     mapped: BTreeMap<u64, Mapping>,
     streams: BTreeMap<StreamId, Progress>,
+    /// Streams that the program destroyed.
+    destroyed: BTreeSet<StreamId>,
+    /// Streams that are being captured.
+    captured: BTreeSet<StreamId>,
     events: BTreeMap<EventId, Option<(StreamId, u64)>>,
     /// Work that is not known to be done.
     unfinished: Vec<Work>,
@@ -153,6 +159,31 @@ impl<D: Driver> CheckedDriver<D> {
         }
     }
 
+    /// As [`wait`](Self::wait), for all that is queued on all streams.
+    pub fn wait_for_all(&self, waiter: StreamId) {
+        let mut state = self.state();
+        let all = state.launched();
+        let follows = &mut state.streams.entry(waiter).or_default().follows;
+        for (stream, ticket) in all {
+            follows.insert(stream, ticket);
+        }
+    }
+
+    /// Tells that the program destroyed a stream: its handle is not to be used any more.
+    pub fn destroy_stream(&self, stream: StreamId) {
+        self.state().destroyed.insert(stream);
+    }
+
+    /// Tells that `stream` is being captured: until the end of that, no event may be recorded on it.
+    pub fn begin_capture(&self, stream: StreamId) {
+        self.state().captured.insert(stream);
+    }
+
+    /// Tells that `stream` is not being captured any more.
+    pub fn end_capture(&self, stream: StreamId) {
+        self.state().captured.remove(&stream);
+    }
+
     fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -210,8 +241,30 @@ impl State {
         self.unfinished.retain(|work| work.stream != stream || work.ticket > done);
     }
 
-    fn event_done(&mut self, event: EventId) {
-        if let Some(Some((stream, ticket))) = self.events.get(&event).copied() {
+    /// What is queued on each stream now.
+    fn launched(&self) -> Vec<(StreamId, u64)> {
+        self.streams.iter().map(|(&stream, progress)| (stream, progress.launched)).collect()
+    }
+
+    /// The device was waited for, by a call that began when so much was queued.
+    fn all_done(&mut self, launched: &[(StreamId, u64)]) {
+        for &(stream, ticket) in launched {
+            self.done_until(stream, ticket);
+        }
+    }
+
+    fn assert_there(&self, stream: StreamId, what: &str) {
+        let gone = self.destroyed.contains(&stream);
+        assert!(!gone, "{what} on {stream:?}, which was destroyed");
+    }
+
+    /// What an event marks: asked before it is waited for, since another thread may record it anew meanwhile.
+    fn marked(&self, event: EventId) -> Option<(StreamId, u64)> {
+        self.events.get(&event).copied().flatten()
+    }
+
+    fn mark_done(&mut self, marked: Option<(StreamId, u64)>) {
+        if let Some((stream, ticket)) = marked {
             self.done_until(stream, ticket);
         }
     }
@@ -246,18 +299,17 @@ impl<D: Driver> Driver for CheckedDriver<D> {
     }
 
     fn free(&self, address: u64) -> DriverResult<()> {
-        assert!(
-            self.state().plain.contains_key(&address),
-            "free of {address:#x}, which is not allocated"
-        );
+        let launched = {
+            let state = self.state();
+            let known = state.plain.contains_key(&address);
+            assert!(known, "free of {address:#x}, which is not allocated");
+            state.launched()
+        };
         self.inner.free(address)?;
         let mut state = self.state();
         state.plain.remove(&address);
         // It waits for the whole device.
-        let all: Vec<_> = state.streams.iter().map(|(&id, p)| (id, p.launched)).collect();
-        for (stream, launched) in all {
-            state.done_until(stream, launched);
-        }
+        state.all_done(&launched);
         Ok(())
     }
 
@@ -376,37 +428,45 @@ impl<D: Driver> Driver for CheckedDriver<D> {
     }
 
     fn event_record(&self, event: EventId, stream: StreamId) -> DriverResult<()> {
-        assert!(self.state().events.contains_key(&event), "record of an unknown event");
+        let launched = {
+            let mut state = self.state();
+            assert!(state.events.contains_key(&event), "record of an unknown event");
+            state.assert_there(stream, "an event is recorded");
+            let captured = state.captured.contains(&stream);
+            assert!(!captured, "an event is recorded on {stream:?}, which is being captured");
+            state.streams.entry(stream).or_default().launched
+        };
         self.inner.event_record(event, stream)?;
-        let mut state = self.state();
-        let launched = state.streams.entry(stream).or_default().launched;
-        state.events.insert(event, Some((stream, launched)));
+        self.state().events.insert(event, Some((stream, launched)));
         Ok(())
     }
 
     fn event_query(&self, event: EventId) -> DriverResult<bool> {
+        let marked = self.state().marked(event);
         let done = self.inner.event_query(event)?;
         if done {
-            self.state().event_done(event);
+            self.state().mark_done(marked);
         }
         Ok(done)
     }
 
     fn event_synchronize(&self, event: EventId) -> DriverResult<()> {
+        let marked = self.state().marked(event);
         self.inner.event_synchronize(event)?;
-        self.state().event_done(event);
+        self.state().mark_done(marked);
         Ok(())
     }
 
     fn stream_synchronize(&self, stream: StreamId) -> DriverResult<()> {
+        // A wait for the whole device: the stream may be no more.
+        let launched = self.state().launched();
         self.inner.stream_synchronize(stream)?;
-        let mut state = self.state();
-        let launched = state.streams.entry(stream).or_default().launched;
-        state.done_until(stream, launched);
+        self.state().all_done(&launched);
         Ok(())
     }
 
     fn capture(&self, stream: StreamId) -> DriverResult<Option<Capture>> {
+        self.state().assert_there(stream, "a capture is asked for");
         self.inner.capture(stream)
     }
 

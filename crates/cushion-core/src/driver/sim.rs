@@ -111,6 +111,8 @@ struct State {
     streams: BTreeMap<StreamId, Stream>,
     /// Streams being captured.
     capturing: BTreeSet<StreamId>,
+    /// Streams that are no more.
+    destroyed: BTreeSet<StreamId>,
     nodes: BTreeMap<NodeId, Vec<NodeId>>,
     handed_out: u64,
     next_address: u64,
@@ -273,6 +275,11 @@ impl State {
         self.streams.values_mut().for_each(Stream::finish);
     }
 
+    /// The handle of a stream that is no more is not to be used: a real driver crashes.
+    fn refuse_destroyed(&self, call: Call, stream: StreamId) -> DriverResult<()> {
+        if self.destroyed.contains(&stream) { invalid(call) } else { Ok(()) }
+    }
+
     /// Waiting and querying are illegal while anything is being captured.
     fn refuse_during_capture(&self, call: Call) -> DriverResult<()> {
         if !self.capturing.is_empty() {
@@ -431,6 +438,7 @@ impl Driver for SimDriver {
 
     fn event_record(&self, event: EventId, stream: StreamId) -> DriverResult<()> {
         let mut state = self.enter(Call::EventRecord, 0)?;
+        state.refuse_destroyed(Call::EventRecord, stream)?;
         let launched = state.streams.entry(stream).or_default().launched;
         match state.events.get_mut(&event) {
             Some(mark) => {
@@ -469,17 +477,17 @@ impl Driver for SimDriver {
         }
     }
 
-    fn stream_synchronize(&self, stream: StreamId) -> DriverResult<()> {
+    /// Waits for the whole device, as the real driver does: the stream may be no more.
+    fn stream_synchronize(&self, _stream: StreamId) -> DriverResult<()> {
         let mut state = self.enter(Call::StreamSynchronize, 0)?;
         state.refuse_during_capture(Call::StreamSynchronize)?;
-        if let Some(stream) = state.streams.get_mut(&stream) {
-            stream.finish();
-        }
+        state.finish_all();
         Ok(())
     }
 
     fn capture(&self, stream: StreamId) -> DriverResult<Option<Capture>> {
         let state = self.enter(Call::Capture, 0)?;
+        state.refuse_destroyed(Call::Capture, stream)?;
         Ok(state.streams.get(&stream).and_then(|stream| {
             let (id, terminals) = stream.capture.as_ref()?;
             Some(Capture { id: *id, terminals: terminals.iter().copied().collect() })

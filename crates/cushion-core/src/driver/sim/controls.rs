@@ -67,6 +67,12 @@ impl SimDriver {
         self.state().finish_all();
     }
 
+    /// Destroys a stream, as the program that made it may. What is queued on it goes on; its handle is not to be
+    /// used any more.
+    pub fn destroy_stream(&self, stream: StreamId) {
+        self.state().destroyed.insert(stream);
+    }
+
     /// Starts capturing `stream` into a new graph.
     pub fn begin_capture(&self, stream: StreamId) {
         let mut state = self.state();
@@ -99,7 +105,10 @@ impl SimDriver {
             let capture = streams.get_mut(stream).map(|stream| &mut stream.capture);
             capture.and_then(|capture| capture.take_if(|(capture, _)| *capture == id)).is_none()
         });
-        nodes.clear();
+        // Of another capture they are still asked for.
+        if capturing.is_empty() {
+            nodes.clear();
+        }
     }
 
     // ---- other tenants ----
