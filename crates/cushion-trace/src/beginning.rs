@@ -102,7 +102,7 @@ impl Beginning {
     }
 
     /// Bytes of all segments.
-    fn reserved(&self) -> u64 {
+    pub(crate) fn reserved(&self) -> u64 {
         self.segments.iter().map(|segment| segment.size).fold(0, u64::saturating_add)
     }
 

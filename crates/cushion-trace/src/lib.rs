@@ -26,6 +26,7 @@ mod pickle;
 mod pools;
 mod program;
 mod receipts;
+mod refused;
 mod replay;
 mod rmm;
 mod run;
@@ -45,6 +46,7 @@ pub use events::{Events, Iter};
 pub use open::{Limits, open, open_with, read, read_with};
 pub use program::Program;
 pub use receipts::{Receipts, ReceiptsError, Tally, read_receipts};
+pub use refused::{RecordedOom, Room};
 pub use replay::{
     Difference, Outcome, Refusal, ReplayConfig, State, Watch, replay, replay_watched, state_at,
 };

@@ -28,6 +28,7 @@ use crate::beginning::Beginning;
 use crate::events::{Events, Window};
 use crate::holdings::{self, HoldingId, Holdings};
 use crate::pools::{self, Labels};
+use crate::refused::RecordedOom;
 use crate::replay::{UNLIMITED, follow};
 use crate::snapshot::{Action, Event, Origin, Segment, Settings, Snapshot};
 use crate::steps::{MOST, Rare, Slot, Steps};
@@ -53,6 +54,8 @@ pub struct Program {
     pub origin: Origin,
     /// The size of the device, where the trace tells.
     pub(crate) device_total: Option<u64>,
+    /// Where the recorded run itself ran out of memory, if it did.
+    pub oom: Option<RecordedOom>,
     /// What could not be known, in words.
     pub notes: Vec<String>,
 }
@@ -98,6 +101,7 @@ impl Program {
         }
         let mut program = recording.program(&labels);
         program.notes.splice(0..0, notes);
+        program.oom = RecordedOom::of(&program, events);
         program
     }
 
@@ -208,6 +212,7 @@ impl Recording<'_> {
             policy,
             origin: self.origin,
             device_total: self.device_total,
+            oom: None,
             notes,
         }
     }
