@@ -20,7 +20,8 @@ pub(crate) enum Command {
     ///
     /// A trace is what `torch.cuda.memory._dump_snapshot()` writes (a pickle), the same as JSON, a log of
     /// RMM, or Cushion's own; plain, gzip or zstd. The exit code is 0 if everything fits, 1 if memory
-    /// ran out, 2 for bad input, 3 if --verify found a difference; the highest over all traces.
+    /// ran out (in a replay, or without --capacity when it was recorded), 2 for bad input, 3 if --verify
+    /// found a difference or nothing to compare; the highest over all traces.
     Replay(Box<ReplayArgs>),
     /// Write a trace in another format: to keep it in a tenth of the bytes, or to look at it in
     /// PyTorch's viewer.
@@ -80,7 +81,8 @@ pub(crate) struct ReplayArgs {
     pub(crate) min_capacity: bool,
 
     /// Compare each address with the one PyTorch chose. Needs the ladder `torch`, and compares under
-    /// the policy the trace was recorded with.
+    /// the policy the trace was recorded with. If that is not among the policies, nothing is compared,
+    /// and the exit code is 3.
     #[arg(long)]
     pub(crate) verify: bool,
 

@@ -1,7 +1,8 @@
 //! The `cushion` command as a library, so that a binary and the Python wheel share it.
 //!
 //! Data goes to standard output, talk to standard error. Exit codes: 0 for yes, 1 for out of memory or a
-//! storm that was not weathered, 2 for bad input or usage, 3 for a difference found by `--verify`.
+//! storm that was not weathered, 2 for bad input or usage, 3 for a difference found by `--verify`,
+//! or nothing that it could compare.
 
 #![forbid(unsafe_code)]
 
@@ -10,6 +11,7 @@ mod convert;
 mod load;
 mod progress;
 mod python;
+mod recorded;
 mod replay;
 mod report;
 mod save;
@@ -32,7 +34,8 @@ enum Verdict {
     Fits = 0,
     OutOfMemory = 1,
     BadInput = 2,
-    Differs = 3,
+    /// `--verify` found a difference, or nothing that it could compare.
+    NotVerified = 3,
 }
 
 impl Verdict {

@@ -8,13 +8,14 @@ use cushion_core::driver::Call;
 use cushion_core::size::display;
 use cushion_core::{Ladder, Options, Policy};
 use cushion_trace::{
-    Difference, Events, Frame, Origin, Outcome, Program, Refusal, ReplayConfig, Stacks, Watch,
-    min_capacity, replay, replay_watched,
+    Difference, Events, Frame, Origin, Outcome, Program, RecordedOom, Refusal, ReplayConfig,
+    Stacks, Watch, min_capacity, replay, replay_watched,
 };
 use serde::Serialize;
 
 use crate::args::{PolicyArg, ReplayArgs};
 use crate::load::{Loaded, load, short};
+use crate::recorded;
 use crate::shortages::{self, ReceiptLines};
 use crate::table::{Align, Table};
 use crate::{Streams, Verdict};
@@ -73,6 +74,20 @@ fn one_trace<O: Write, T: Write>(
     // With a limit, and on the smallest device, requests that PyTorch refused are tried again.
     let floor = program.floor_bytes(args.capacity.is_some() || args.min_capacity);
     let mut verdict = Verdict::Fits;
+    let mut compared = 0;
+    // What passes without a limit does not answer a run that was refused memory.
+    let unanswered = program.oom.filter(|_| args.capacity.is_none());
+    if let Some(oom) = &unanswered {
+        verdict = Verdict::OutOfMemory;
+        let lines = in_vain(oom, program.origin, args.min_capacity);
+        if args.json {
+            for line in &lines {
+                streams.talk(format_args!("{name}: {line}"));
+            }
+        } else {
+            told.rows.explain(&name, &lines);
+        }
+    }
     for &policy in args.policy.policies() {
         let config = ReplayConfig {
             policy,
@@ -85,16 +100,16 @@ fn one_trace<O: Write, T: Write>(
         if outcome.oom.is_some() {
             verdict = verdict.max(Verdict::OutOfMemory);
         }
-        if args.verify {
-            let (differs, lines) = verify(policy, &program, &outcome);
-            // Nobody asked for the other policies when all are shown.
-            let shown = outcome.same_address.is_some() || program.origin != Origin::Torch;
-            if shown || args.policy != PolicyArg::All {
-                for line in lines {
-                    streams.talk(format_args!("{name}: {policy}: {line}"));
-                }
+        if args.verify
+            && let Some(same) = outcome.same_address
+        {
+            compared += outcome.allocs;
+            for line in verify(same, &program, &outcome) {
+                streams.talk(format_args!("{name}: {policy}: {line}"));
             }
-            verdict = verdict.max(if differs { Verdict::Differs } else { Verdict::Fits });
+            if outcome.difference.is_some() {
+                verdict = verdict.max(Verdict::NotVerified);
+            }
         }
         for line in caveats(&program, &outcome) {
             streams.talk(format_args!("{name}: {policy}: {line}"));
@@ -127,6 +142,8 @@ fn one_trace<O: Write, T: Write>(
             outcome: &outcome,
             floor,
             smallest,
+            recorded: program.oom,
+            has_limit: args.capacity.is_some(),
             stack: stack.unwrap_or_default(),
         };
         if args.receipts.is_some() {
@@ -137,6 +154,11 @@ fn one_trace<O: Write, T: Write>(
         } else {
             told.rows.add(&row);
         }
+    }
+    if args.verify && compared == 0 {
+        // Somebody who asks for a comparison must not take silence for agreement.
+        streams.talk(format_args!("{name}: {}", nothing_compared(&program, args.policy)));
+        verdict = verdict.max(Verdict::NotVerified);
     }
     Ok(verdict)
 }
@@ -205,16 +227,19 @@ fn stack_of(refusal: &Refusal, events: &Events, stacks: &Stacks) -> Vec<String> 
     stack.map(|stack| stacks.frames(stack).map(line).collect()).unwrap_or_default()
 }
 
+/// What is said of a run that was refused memory, where this replay cannot say whether it fits.
+fn in_vain(oom: &RecordedOom, origin: Origin, with_smallest: bool) -> Vec<String> {
+    let mut lines = vec![recorded::what_happened(oom, origin), recorded::NOTHING_SAID.to_owned()];
+    lines.extend(recorded::what_to_do(oom));
+    if with_smallest {
+        lines.push("on the smallest device that request is served too".to_owned());
+    }
+    lines
+}
+
 /// What a run cannot know, in words.
 fn caveats(program: &Program, outcome: &Outcome) -> Vec<String> {
     let mut lines = Vec::new();
-    if outcome.refusals_passed_over > 0 {
-        let who = if program.origin == Origin::Torch { "PyTorch" } else { "the recorded run" };
-        lines.push(match outcome.refusals_passed_over {
-            1 => format!("a request that {who} refused is passed over; --capacity tries it"),
-            n => format!("{n} requests that {who} refused are passed over; --capacity tries them"),
-        });
-    }
     if outcome.hurried_frees > 0 {
         lines.push(format!(
             "of {} frees that waited for another stream, {} were waited for and used again earlier \
@@ -232,18 +257,45 @@ fn caveats(program: &Program, outcome: &Outcome) -> Vec<String> {
     lines
 }
 
-/// How far a run did as PyTorch did: whether it went another way, and that in words.
-fn verify(policy: Policy, program: &Program, outcome: &Outcome) -> (bool, Vec<String>) {
-    if program.origin != Origin::Torch {
-        let line = "not verified: the trace is not PyTorch's".to_owned();
-        return (false, vec![line]);
-    }
-    let Some(same) = outcome.same_address else {
-        let recorded = program.policy;
-        let line = format!("not verified, the trace was recorded with {recorded}, not {policy}");
-        return (false, vec![line]);
+/// Why `--verify` compared nothing, and what to give for it to compare something.
+fn nothing_compared(program: &Program, asked: PolicyArg) -> String {
+    let recorded = program.policy;
+    let why = if program.origin != Origin::Torch {
+        "the trace is not PyTorch's, and does not tell how memory was laid out".to_owned()
+    } else if program.allocs == 0 {
+        "the trace has no allocation".to_owned()
+    } else if !asked.policies().contains(&recorded) {
+        format!(
+            "the trace was recorded with {recorded}, and addresses can be compared under that policy \
+             alone; give --policy {recorded}"
+        )
+    } else {
+        "memory ran out before the first allocation; give a larger --capacity, or none".to_owned()
     };
+    format!("not verified: 0 of {} allocations were compared: {why}", program.allocs)
+}
+
+/// How far a run did as PyTorch did, in words.
+fn verify(same: u64, program: &Program, outcome: &Outcome) -> Vec<String> {
     let mut lines = vec![format!("{same} of {} allocations at PyTorch's address", program.allocs)];
+    let left = program.allocs.saturating_sub(outcome.allocs);
+    if left > 0 {
+        lines.push(format!(
+            "verified in part: {left} allocations after the end of the replay, where memory ran out, \
+             were not compared"
+        ));
+    }
+    match outcome.refusals_passed_over {
+        0 => {}
+        1 => lines.push(
+            "verified in part: a request that PyTorch refused was not compared, which --capacity does"
+                .to_owned(),
+        ),
+        refused => lines.push(format!(
+            "verified in part: {refused} requests that PyTorch refused were not compared, which \
+             --capacity does"
+        )),
+    }
     if let Some(Difference { event, requested, pytorch, ours, .. }) = outcome.difference {
         let place = |address: Option<u64>| match address {
             Some(address) => format!("served it at {address:#x}"),
@@ -262,7 +314,7 @@ fn verify(policy: Policy, program: &Program, outcome: &Outcome) -> (bool, Vec<St
         };
         lines.push(why.to_owned());
     }
-    (outcome.difference.is_some(), lines)
+    lines
 }
 
 struct Row<'a> {
@@ -273,8 +325,31 @@ struct Row<'a> {
     floor: u64,
     /// The smallest device, if it was asked for and there is one.
     smallest: Option<u64>,
+    /// Where the recorded run itself ran out of memory.
+    recorded: Option<RecordedOom>,
+    has_limit: bool,
     /// Where in the program memory ran out, if that was recorded.
     stack: Vec<String>,
+}
+
+/// What a row says in the end.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+enum Answer {
+    Fits,
+    OutOfMemory,
+    /// The recorded run ran out of memory, and this one had no limit.
+    RecordedOutOfMemory,
+}
+
+impl Answer {
+    fn in_words(self) -> &'static str {
+        match self {
+            Self::Fits => "fits",
+            Self::OutOfMemory => "out of memory",
+            Self::RecordedOutOfMemory => "ran out when recorded",
+        }
+    }
 }
 
 #[derive(Serialize)]
@@ -300,7 +375,9 @@ struct JsonRow<'a> {
     refused: u64,
     milliseconds_lost: f64,
     spilled_peak_bytes: u64,
+    result: Answer,
     oom: Option<JsonRefusal>,
+    recorded_oom: Option<JsonRecorded>,
 }
 
 #[derive(Serialize)]
@@ -338,7 +415,29 @@ struct JsonRefusal {
     stack: Vec<String>,
 }
 
+#[derive(Serialize)]
+struct JsonRecorded {
+    event: u64,
+    requested: u64,
+    refusals: u64,
+    live: u64,
+    reserved: Option<u64>,
+    device_free: Option<u64>,
+    /// The capacity that stands for the memory the run had.
+    capacity: Option<u64>,
+}
+
 impl<'a> Row<'a> {
+    fn answer(&self) -> Answer {
+        if self.outcome.oom.is_some() {
+            Answer::OutOfMemory
+        } else if self.recorded.is_some() && !self.has_limit {
+            Answer::RecordedOutOfMemory
+        } else {
+            Answer::Fits
+        }
+    }
+
     fn json(&self) -> JsonRow<'a> {
         let outcome = self.outcome;
         let calls = |call| outcome.driver.of(call);
@@ -380,6 +479,16 @@ impl<'a> Row<'a> {
             refused: outcome.stats.shortages_refused,
             milliseconds_lost: outcome.stats.milliseconds_lost(),
             spilled_peak_bytes: outcome.stats.spilled_bytes.peak,
+            result: self.answer(),
+            recorded_oom: self.recorded.map(|oom| JsonRecorded {
+                event: oom.event,
+                requested: oom.requested,
+                refusals: oom.count,
+                live: oom.live,
+                reserved: oom.reserved,
+                device_free: oom.device_free,
+                capacity: oom.room.capacity(),
+            }),
             oom: outcome.oom.map(|refusal| {
                 let Refusal {
                     event, requested, live, reserved, largest_free, at_beginning, ..
@@ -438,13 +547,20 @@ impl Rows {
             cells.push(row.smallest.map_or_else(none, display));
         }
         cells.push(format!("{:.2} ms", microseconds(outcome.driver.nanos) / 1000.0));
-        cells.push(if outcome.oom.is_some() { "out of memory" } else { "fits" }.to_owned());
+        cells.push(row.answer().in_words().to_owned());
         self.table.add(cells);
         if let Some(refusal) = &outcome.oom {
             self.details.push(format!("{file}, {}: {}", row.policy, in_words(refusal)));
             self.details.extend(row.stack.iter().map(|line| format!("    {line}")));
         }
         self.details.extend(shortages::in_words(&format!("{file}, {}", row.policy), outcome));
+    }
+
+    /// Says something of a trace below the table.
+    fn explain(&mut self, trace: &str, lines: &[String]) {
+        let mut lines = lines.iter();
+        self.details.extend(lines.next().map(|line| format!("{}: {line}.", short(trace))));
+        self.details.extend(lines.map(|line| format!("    {line}")));
     }
 
     fn lines(&self) -> Vec<String> {

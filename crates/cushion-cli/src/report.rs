@@ -60,6 +60,13 @@ pub(crate) fn run<O: Write, T: Write>(
     } else {
         save(&output, |file| file.write_all(page.as_bytes()))
             .with_context(|| format!("cannot write {}", output.display()))?;
+        if let Some(failed) = report.findings.first().filter(|_| !report.to_find_out.is_empty()) {
+            // Whoever opens no page is told so too.
+            streams.talk(format_args!("{}", failed.text));
+            for line in &report.to_find_out {
+                streams.talk(format_args!("{line}"));
+            }
+        }
         let size = display(page.len() as u64);
         streams.talk(format_args!("the report is in {} ({size})", output.display()));
     }

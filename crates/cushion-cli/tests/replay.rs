@@ -89,12 +89,56 @@ stream_offload.pickle.gz  paged         3577   9.85 GiB  9.85 GiB       9.88 GiB
         }
         assert!(text(&output.stderr).contains("93299 of 93299 allocations at PyTorch's address"));
 
-        let output = cushion(&[&args[..], &["--policy", "expandable"]].concat());
-        assert_eq!(output.status.code(), Some(0));
+        assert_eq!(row["result"], "out_of_memory");
+    }
+
+    /// Nothing compared is not agreement.
+    #[test]
+    fn a_verify_that_compares_nothing_is_exit_code_3() {
+        let native = trace("stream_offload");
+        let output = cushion(&["replay", &native, "--verify", "--policy", "expandable"]);
+        assert_eq!(output.status.code(), Some(3));
+        let talk = text(&output.stderr);
+        assert!(talk.contains("not verified: 0 of 3577 allocations were compared"), "{talk}");
+        assert!(talk.contains("recorded with segments") && talk.contains("--policy segments"));
+        assert!(text(&output.stdout).contains("fits"), "the replay itself is told");
+        let folder = tempfile::tempdir().unwrap();
+        let log = folder.path().join("log.csv");
+        let rows =
+            "Thread,Time,Action,Pointer,Size,Stream\n1,10:00:00:000001,allocate,0x10,1,0x0\n";
+        std::fs::write(&log, rows).unwrap();
+        let output = cushion(&["replay", &log.display().to_string(), "--verify"]);
+        assert_eq!(output.status.code(), Some(3));
+        assert!(text(&output.stderr).contains("the trace is not PyTorch's"));
+        // One trace that was compared does not stand for another that was not.
+        let expandable = trace("stream_offload.expandable");
+        let args = ["replay", &native, &expandable, "--verify", "--policy", "expandable"];
+        assert_eq!(cushion(&args).status.code(), Some(3));
+    }
+
+    #[test]
+    fn what_verify_leaves_out_is_counted() {
+        let capped = trace("corners/pools_capped");
+        let output = cushion(&["replay", &capped, "--verify", "--policy", "segments"]);
+        assert_eq!(output.status.code(), Some(1), "it ran out of memory when it was recorded");
+        let talk = text(&output.stderr);
+        assert!(talk.contains("587 of 587 allocations at PyTorch's address"), "{talk}");
         assert!(
-            text(&output.stderr)
-                .contains("not verified, the trace was recorded with segments, not expandable")
+            talk.contains("in part: 2 requests that PyTorch refused were not compared"),
+            "{talk}"
         );
+        let middle = trace("vision_multires.midrun");
+        let args = ["replay", &middle, "--verify", "--policy", "segments", "--capacity"];
+        let output = cushion(&[&args[..], &["9GiB"]].concat());
+        let talk = text(&output.stderr);
+        assert!(
+            talk.contains("allocations after the end of the replay, where memory ran"),
+            "{talk}"
+        );
+        let output = cushion(&[&args[..], &["100MiB"]].concat());
+        assert_eq!(output.status.code(), Some(3));
+        let talk = text(&output.stderr);
+        assert!(talk.contains("0 of 6243 allocations were compared: memory ran out"), "{talk}");
     }
 
     #[test]
@@ -197,11 +241,70 @@ graphs_serving.pickle.gz  paged         3607   4.14 GiB  4.27 GiB       4.34 GiB
         );
     }
 
+    /// A run that was refused memory is not called fitting because a replay had no limit.
     #[test]
-    fn a_refused_request_is_passed_over_without_a_limit() {
-        let output = cushion(&["replay", &trace("llama_varlen.capped24"), "--json"]);
+    fn a_recorded_out_of_memory_is_exit_code_1_without_a_capacity() {
+        let capped = trace("llama_varlen.capped24");
+        let output = cushion(&["replay", &capped]);
+        assert_eq!(output.status.code(), Some(1));
+        let table = text(&output.stdout);
+        assert!(!table.contains("fits\n"), "{table}");
+        assert_eq!(table.matches("ran out when recorded\n").count(), 3, "{table}");
+        let told = "\n\
+llama_varlen.capped24.pickle.gz: the recorded run ran out of memory: at event 278444 PyTorch refused \
+a request of 3.79 GiB, with 16.95 GiB live and 22.76 GiB reserved; 116.28 GiB of the device were free.
+    without a limit that request is passed over: that says nothing about the card it ran on
+    more was free than was asked for: the run had a limit, of at least 22.76 GiB and below 26.55 GiB
+    to find out what fits it, give that limit, or --capacity 23306MiB, the least it can have been
+";
+        assert!(table.ends_with(told), "{table}");
+        // As JSON it is talk, and figures in every line.
+        let output = cushion(&["replay", &capped, "--json", "--policy", "segments"]);
+        assert_eq!(output.status.code(), Some(1));
+        let talk = text(&output.stderr);
+        assert!(talk.contains("the recorded run ran out of memory: at event 278444"), "{talk}");
+        assert!(talk.contains("--capacity 23306MiB"), "{talk}");
+        let row = &json(&output)[0];
+        assert_eq!((&row["result"], &row["oom"]), (&"recorded_out_of_memory".into(), &Value::Null));
+        let recorded = serde_json::json!({
+            "event": 278_444, "requested": 4_072_448_000_u64, "refusals": 1,
+            "live": 18_202_004_692_u64, "reserved": 24_438_112_256_u64,
+            "device_free": 124_855_123_968_u64, "capacity": 24_438_112_256_u64,
+        });
+        assert_eq!(row["recorded_oom"], recorded);
+        // With a capacity the replay answers.
+        let args = ["replay", &capped, "--json", "--policy", "expandable", "--capacity", "24GiB"];
+        let output = cushion(&args);
         assert_eq!(output.status.code(), Some(0));
-        assert!(text(&output.stderr).contains("--capacity tries it"));
+        let row = &json(&output)[0];
+        assert_eq!((&row["result"], &row["recorded_oom"]), (&"fits".into(), &recorded));
+    }
+
+    #[test]
+    fn a_full_card_is_named_by_what_was_held_and_free() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("full.json");
+        let mib = 1 << 20;
+        let snapshot = serde_json::json!({"segments": [], "device_traces": [[
+            {"action": "segment_alloc", "addr": mib, "size": 30 * mib, "stream": 0},
+            {"action": "alloc", "addr": mib, "size": 30 * mib, "stream": 0},
+            {"action": "oom", "device_free": 7 * mib + 5, "size": 64 * mib, "stream": 0},
+        ]]});
+        std::fs::write(&path, snapshot.to_string()).unwrap();
+        let path = path.display().to_string();
+        let output = cushion(&["replay", &path, "--min-capacity"]);
+        assert_eq!(output.status.code(), Some(1));
+        let table = text(&output.stdout);
+        for part in [
+            "a request of 64.00 MiB, with 30.00 MiB live and 30.00 MiB reserved; 7.00 MiB of the",
+            "give --capacity 37MiB: what the run held and what was free\n",
+            "on the smallest device that request is served too\n",
+        ] {
+            assert!(table.contains(part), "{table}");
+        }
+        let output = cushion(&["replay", &path, "--capacity", "37MiB"]);
+        assert_eq!(output.status.code(), Some(1));
+        assert_eq!(text(&output.stdout).matches("out of memory\n").count(), 3);
     }
 
     #[test]

@@ -20,6 +20,10 @@ pub(crate) struct Report {
     pub(crate) floor_device: u64,
     /// The smallest common card with room for that.
     pub(crate) floor_card: Option<u64>,
+    /// How to find out whether the run fits the card it ran on, if it was refused memory there and no
+    /// card is asked about.
+    #[serde(skip)]
+    pub(crate) to_find_out: Vec<String>,
     /// The answer in plain words, most useful first.
     pub(crate) findings: Vec<Finding>,
     pub(crate) policies: Vec<PolicyRun>,
@@ -64,6 +68,9 @@ pub(crate) struct RecordedOom {
     pub(crate) requested: u64,
     /// How many were refused in all.
     pub(crate) count: u64,
+    pub(crate) live: u64,
+    pub(crate) reserved: Option<u64>,
+    pub(crate) device_free: Option<u64>,
 }
 
 /// A sentence for people.

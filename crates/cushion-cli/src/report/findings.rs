@@ -3,6 +3,8 @@
 
 use cushion_core::size::{GIB, display};
 
+use crate::recorded as recorded_run;
+
 use super::data::{Finding, Origin, PolicyRun, RefusalAt, Report, Tone};
 use super::sites::telling;
 
@@ -51,6 +53,7 @@ pub(crate) fn findings(report: &Report) -> Vec<Finding> {
     } else {
         // That it failed comes before what it could have saved.
         say(Tone::Bad, recorded_failure(report));
+        say(Tone::Plain, to_find_out(report));
         let (tone, text) = to_gain(report);
         say(if report.trace.oom.is_some() { Tone::Plain } else { tone }, Some(text));
     }
@@ -188,18 +191,29 @@ fn recorded_failure(report: &Report) -> Option<String> {
         format!("To serve it the run needs {}.", list(need.iter().map(String::as_str)))
     };
     let (at, size) = (thousands(oom.event), display(oom.requested));
+    let held = recorded_run::held(oom.live, oom.reserved, oom.device_free);
     Some(if run.recorded {
         format!(
             "The recorded run itself ran out of memory under {}: at event {at} PyTorch refused a \
-             request of {size}{more}. {need}",
+             request of {size}{more}, {held}. {need}",
             run.name
         )
     } else {
         format!(
             "The recorded run itself ran out of memory: at event {at} a request of {size} \
-             failed{more}. {need}"
+             failed{more}, {held}. {need}"
         )
     })
+}
+
+/// How to find out whether the run fits the card it ran on, where the replays had no limit.
+fn to_find_out(report: &Report) -> Option<String> {
+    if report.to_find_out.is_empty() {
+        return None;
+    }
+    let lines = std::iter::once(recorded_run::NOTHING_SAID)
+        .chain(report.to_find_out.iter().map(String::as_str));
+    Some(lines.map(sentence).collect::<Vec<_>>().join(" "))
 }
 
 /// Why a request was refused: too little memory, or memory in pieces.
@@ -564,12 +578,23 @@ mod tests {
 
     #[test]
     fn a_recorded_failure_is_told_once() {
-        let oom = Some(RecordedOom { event: 5000, requested: GIB, count: 2 });
+        let oom = Some(RecordedOom {
+            event: 5000,
+            requested: GIB,
+            count: 2,
+            live: 18 * GIB,
+            reserved: Some(21 * GIB),
+            device_free: Some(GIB / 2),
+        });
         let trace = Trace { oom, ..Trace::default() };
         let segments = run("segments", true, 21 * GIB, 27 * GIB);
         let mut report = Report { trace, ..report(vec![segments]) };
         assert!(says(&report, "at event 5,000 PyTorch refused a request of 1024.00 MiB"));
         assert!(says(&report, "the first of 2 such refusals"));
+        assert!(says(
+            &report,
+            "with 18.00 GiB live and 21.00 GiB reserved; 512.00 MiB of the device"
+        ));
         assert!(says(&report, "needs 27.00 GiB under segments"));
         let mut segments = refused(run("segments", true, 21 * GIB, 27 * GIB), GIB, GIB, GIB);
         segments.refusal.as_mut().unwrap().recorded = true;

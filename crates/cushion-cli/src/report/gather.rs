@@ -11,7 +11,7 @@ use cushion_trace::{
     ReplayConfig, Snapshot, StackId, min_capacity, replay_watched, state_at,
 };
 
-use crate::Streams;
+use crate::{Streams, recorded};
 
 use super::data::{
     AddressMap, Curve, Origin, Peak, PeakGroup, PolicyRun, RecordedOom, RefusalAt, Report,
@@ -87,6 +87,7 @@ pub(crate) fn gather<O: Write, T: Write>(
     let (sites, frames) = sites.finish();
     // With a limit, requests that PyTorch refused are tried again; a smallest device serves them.
     let (floor, device) = (program.floor_bytes(capacity.is_some()), program.floor_bytes(true));
+    let unanswered = program.oom.filter(|_| capacity.is_none());
     let mut report = Report {
         version: env!("CARGO_PKG_VERSION"),
         trace: request.trace(duration_us),
@@ -94,6 +95,7 @@ pub(crate) fn gather<O: Write, T: Write>(
         floor,
         floor_device: device,
         floor_card: findings::card_for(device),
+        to_find_out: unanswered.map(|oom| recorded::what_to_do(&oom)).unwrap_or_default(),
         findings: Vec::new(),
         policies: runs.into_iter().map(|run| run.shown).collect(),
         timeline,
@@ -234,13 +236,14 @@ impl Request<'_> {
     }
 
     fn trace(&self, duration_us: Option<u64>) -> Trace {
-        let mut oom: Option<RecordedOom> = None;
-        for (index, event) in (0_u64..).zip(self.events()) {
-            if event.action == Action::Oom {
-                let first = RecordedOom { event: index, requested: event.size, count: 0 };
-                oom.get_or_insert(first).count += 1;
-            }
-        }
+        let oom = self.program.oom.map(|oom| RecordedOom {
+            event: oom.event,
+            requested: oom.requested,
+            count: oom.count,
+            live: oom.live,
+            reserved: oom.reserved,
+            device_free: oom.device_free,
+        });
         Trace {
             name: self.name.clone(),
             device: self.device,
