@@ -212,6 +212,46 @@ mod tests {
         assert!(kinds.contains('B') && kinds.contains('K'), "{kinds}");
     }
 
+    /// Addresses that no allocator of ours would choose: none of them agrees, and that is said.
+    #[test]
+    fn no_equal_address_is_not_called_close() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("odd.pickle");
+        let events: Vec<Vec<u8>> =
+            (0..520).map(|i| event("alloc", (1 << 40) + i * (1 << 30) + 256, 512, None)).collect();
+        write_snapshot(&path, &events);
+        let report = figures(&page(&path.display().to_string(), &[]));
+        let findings = report["findings"].to_string();
+        assert!(
+            findings.contains("is not what PyTorch did: none of 520 allocations"),
+            "{findings}"
+        );
+        assert!(!findings.contains("close to"), "{findings}");
+    }
+
+    /// The page says that the run died, how much it had, and what to give to find out more.
+    #[test]
+    fn a_recorded_out_of_memory_leads_the_page() {
+        let folder = tempfile::tempdir().unwrap();
+        let out = folder.path().join("out.html");
+        let capped = trace("corners/capped");
+        let output = cushion(&["report", &capped, "-o", &out.display().to_string()]);
+        assert_eq!(output.status.code(), Some(0), "the page was written");
+        let report = figures(&fs::read_to_string(&out).unwrap());
+        let finding = |at: usize| report["findings"][at]["text"].as_str().unwrap();
+        assert_eq!(report["findings"][0]["tone"], "bad");
+        let first =
+            "with 681.40 MiB live and 774.00 MiB reserved; 138.46 GiB of the device were free";
+        assert!(finding(0).contains(first), "{}", finding(0));
+        assert!(finding(1).contains("says nothing about the card it ran on"), "{}", finding(1));
+        assert!(finding(1).contains("--capacity 974MiB"), "{}", finding(1));
+        let told = String::from_utf8(output.stderr).unwrap();
+        assert!(told.contains("ran out of memory") && told.contains("--capacity 974MiB"), "{told}");
+        // With a card to judge against, that is the answer.
+        let report = figures(&page(&capped, &["--capacity", "1GiB"]));
+        assert!(!report["findings"].to_string().contains("says nothing about the card"));
+    }
+
     /// Small blocks in their tens of thousands, every other one free: the page stays small.
     #[test]
     fn the_page_is_bounded() {
@@ -285,6 +325,7 @@ mod tests {
             &["report", &empty, "-o", &out],
             &["report", &good, "-o", &out, "--device", "3"],
             &["report", &good, "-o", &out, "--capacity", "lots"],
+            &["report", &good, "-o", &out, "--capacity", "24"],
             &["report", &good, "-o", "/no/such/folder/out.html"],
             &["report"],
         ] {

@@ -18,6 +18,12 @@ pub(crate) const CARD_SHARE: u64 = 95;
 /// A saving below this many percent is not called one.
 const WORTH_SAYING: f64 = 1.0;
 
+/// The share of equal addresses from which a replay is called close to what PyTorch did.
+const CLOSE: f64 = 0.95;
+
+/// The share below which it is called far from that.
+const HALF: f64 = 0.5;
+
 /// A policy in a few words.
 pub(crate) fn about(policy: &str) -> &'static str {
     match policy {
@@ -361,27 +367,66 @@ fn retries(report: &Report) -> Option<String> {
     })
 }
 
-/// How far the replay of the recorded policy is what PyTorch did.
+/// How far the replay of the recorded policy is what PyTorch did, by the share of equal addresses.
 fn trust(report: &Report) -> (Tone, Option<String>) {
     let Some(run) = recorded(report) else { return (Tone::Plain, None) };
-    let Some(same) = run.same_address else { return (Tone::Plain, None) };
+    let Some(same) = run.same_address else {
+        let text = "How well the replay follows the recorded run is not known: the trace is not \
+                    PyTorch's, and has no addresses to compare.";
+        return (Tone::Plain, Some(text.to_owned()));
+    };
     let (name, all) = (run.name, thousands(run.allocs));
-    if run.allocs == 0 || run.left_early {
-        return (Tone::Plain, None);
+    if run.allocs == 0 {
+        let text = format!(
+            "How well the replay under {name} follows PyTorch is not known: there was no allocation \
+             to compare."
+        );
+        return (Tone::Plain, Some(text));
     }
-    if same == run.allocs {
+    if run.left_early {
+        return (Tone::Plain, None); // It went another way, and the failure is told.
+    }
+    let share = ratio(same, run.allocs);
+    let (tone, grade) = if same == run.allocs {
         let text = format!(
             "The replay under {name} is what PyTorch did: all {all} allocations are at the address \
              PyTorch chose."
         );
         return (Tone::Plain, Some(text));
-    }
+    } else if same == 0 {
+        (Tone::Bad, "is not what PyTorch did")
+    } else if share < HALF {
+        (Tone::Bad, "is far from what PyTorch did")
+    } else if share < CLOSE {
+        (Tone::Plain, "is what PyTorch did in part only")
+    } else {
+        (Tone::Plain, "is close to what PyTorch did, not equal")
+    };
+    let (count, are) = match same {
+        0 => ("none".to_owned(), "is"),
+        1 => ("one".to_owned(), "is"),
+        same => (thousands(same), "are"),
+    };
+    let share = if same == 0 { String::new() } else { format!(" ({})", below_all(share)) };
+    // On another device than the recorded one that is no fault.
+    let doubt = match (report.capacity, tone) {
+        (Some(_), _) => " The device asked about may be another than the recorded one.",
+        (None, Tone::Bad) => {
+            " What is said of reserved memory and addresses is the simulator's own."
+        }
+        _ => "",
+    };
     let text = format!(
-        "The replay under {name} is close to what PyTorch did, not equal: {} of {all} allocations \
-         are at the address PyTorch chose.",
-        thousands(same)
+        "The replay under {name} {grade}: {count} of {all} allocations{share} {are} at the address \
+         PyTorch chose.{doubt}"
     );
-    (Tone::Plain, Some(text))
+    (tone, Some(text))
+}
+
+/// A share of less than all, never rounded to all.
+fn below_all(share: f64) -> String {
+    let percent = share * 100.0;
+    if percent > 99.9 { "over 99.9 %".to_owned() } else { format!("{percent:.1} %") }
 }
 
 fn recorded(report: &Report) -> Option<&PolicyRun> {
@@ -636,8 +681,49 @@ mod tests {
     fn how_far_to_trust_the_replay_is_said() {
         let mut report = report(vec![run("segments", true, 21 * GIB, 21 * GIB)]);
         assert!(says(&report, "is what PyTorch did: all 1,234 allocations"));
-        report.policies[0].same_address = Some(1000);
-        assert!(says(&report, "1,000 of 1,234 allocations are at the address PyTorch chose"));
+        for (same, tone, expected) in [
+            (
+                1233,
+                Tone::Plain,
+                "is close to what PyTorch did, not equal: 1,233 of 1,234 allocations",
+            ),
+            (1000, Tone::Plain, "did in part only: 1,000 of 1,234 allocations (81.0 %) are at the"),
+            (
+                400,
+                Tone::Bad,
+                "is far from what PyTorch did: 400 of 1,234 allocations (32.4 %) are at",
+            ),
+            (1, Tone::Bad, "is far from what PyTorch did: one of 1,234 allocations (0.1 %) is at"),
+            (0, Tone::Bad, "is not what PyTorch did: none of 1,234 allocations is at the address"),
+        ] {
+            report.policies[0].same_address = Some(same);
+            let last = findings(&report).pop().unwrap();
+            assert!(last.text.contains(expected), "{}", last.text);
+            assert_eq!(last.tone, tone, "{same}");
+            assert_eq!(last.text.contains("close"), same == 1233, "{}", last.text);
+        }
+        report.capacity = Some(30 * GIB);
+        assert!(says(&report, "The device asked about may be another than the recorded one"));
+    }
+
+    #[test]
+    fn nothing_compared_is_said_so() {
+        let mut report = report(vec![run("segments", true, 21 * GIB, 21 * GIB)]);
+        (report.policies[0].allocs, report.policies[0].same_address) = (0, Some(0));
+        assert!(says(&report, "is not known: there was no allocation to compare"));
+        report.policies[0].same_address = None;
+        assert!(says(&report, "is not known: the trace is not PyTorch's"));
+        // Where a replay failed earlier than PyTorch did, that is what is told.
+        let mut early = run("segments", true, 21 * GIB, 21 * GIB);
+        early.left_early = true;
+        report.policies = vec![early];
+        assert!(!says(&report, "what PyTorch did"));
+    }
+
+    #[test]
+    fn a_share_of_less_than_all_is_never_all() {
+        assert_eq!(below_all(0.999_99), "over 99.9 %");
+        assert_eq!(below_all(0.5), "50.0 %");
     }
 
     #[test]
