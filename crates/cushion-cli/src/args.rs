@@ -4,6 +4,7 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum, value_parser};
+use cushion_core::size::MIB;
 use cushion_core::{Ladder, Options, Policy, parse_bytes};
 
 /// A caching allocator for GPU memory that keeps programs alive when memory runs out.
@@ -29,8 +30,8 @@ pub(crate) enum Command {
     /// What replay does not look at is not kept: metadata, annotations, compile contexts and host
     /// memory. A `.cushion` file has all the rest. A pickle or JSON is made so that every view of
     /// PyTorch's viewer works: events that the viewer could not go back beyond are left out, and
-    /// counted. The exit code is 0, or 2 if the input or the output is no good; then there is no
-    /// output.
+    /// counted. The output must not be the input. The exit code is 0, or 2 if the input or the output is
+    /// no good; then there is no output.
     Convert(ConvertArgs),
     /// Write a page about a trace, for a person: one file, no network.
     ///
@@ -72,8 +73,8 @@ pub(crate) struct ReplayArgs {
     pub(crate) ladder: LadderArg,
 
     /// The most the allocator may hold, as PyTorch's memory fraction would limit it: 24GiB, 512MiB,
-    /// or a number of bytes. Without it there is no limit.
-    #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
+    /// or a number of bytes. A number without a unit must be 1 MiB or more. Without it there is no limit.
+    #[arg(long, value_name = "BYTES", value_parser = parse_size)]
     pub(crate) capacity: Option<u64>,
 
     /// Find the smallest device on which the trace passes, to 2 MiB, for each policy.
@@ -90,8 +91,9 @@ pub(crate) struct ReplayArgs {
     #[arg(long, value_name = "STRING", value_parser = parse_conf)]
     pub(crate) conf: Option<Conf>,
 
-    /// Host memory that may serve what the device has no room for. Needs the ladder `graceful`.
-    #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
+    /// Host memory that may serve what the device has no room for, as 8GiB, 512MiB, or a number of bytes.
+    /// A number without a unit must be 1 MiB or more. Needs the ladder `graceful`.
+    #[arg(long, value_name = "BYTES", value_parser = parse_size)]
     pub(crate) spill: Option<u64>,
 
     /// Which device of the trace; without it, the one with the most events.
@@ -99,6 +101,7 @@ pub(crate) struct ReplayArgs {
     pub(crate) device: Option<usize>,
 
     /// Write the receipts of shortages, the last 10,000 of each run, to this file, one JSON object per line.
+    /// It must not be one of the traces.
     #[arg(long, value_name = "FILE")]
     pub(crate) receipts: Option<PathBuf>,
 
@@ -147,14 +150,15 @@ pub(crate) struct ReportArgs {
     #[arg(value_name = "TRACE")]
     pub(crate) trace: PathBuf,
 
-    /// Where the page goes, or - for standard output. Without it, the trace's name with .html, in the
-    /// current folder.
+    /// Where the page goes, or - for standard output; never over the trace or the receipts. Without it, the
+    /// trace's name with .html, in the current folder.
     #[arg(short, long, value_name = "FILE")]
     pub(crate) output: Option<PathBuf>,
 
     /// The card to judge against: the most the allocator may hold, as 24GiB, 512MiB, or a number of
-    /// bytes. Without it there is no limit, and common cards are named.
-    #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
+    /// bytes. A number without a unit must be 1 MiB or more. Without it there is no limit, and common cards
+    /// are named.
+    #[arg(long, value_name = "BYTES", value_parser = parse_size)]
     pub(crate) capacity: Option<u64>,
 
     /// Which device of the trace; without it, the one with the most events.
@@ -193,9 +197,9 @@ pub(crate) struct StormArgs {
     #[arg(long, value_name = "N", default_value_t = 50, value_parser = value_parser!(u16).range(1..))]
     pub(crate) allocations: u16,
 
-    /// The largest task there may be, as 2GiB, 512MiB, or a number of bytes. Each draws its own maximum, down
-    /// to an eighth of this.
-    #[arg(long, value_name = "BYTES", default_value = "2GiB", value_parser = parse_bytes)]
+    /// The largest task there may be, as 2GiB, 512MiB, or a number of bytes. A number without a unit must be
+    /// 1 MiB or more. Each task draws its own maximum, down to an eighth of this.
+    #[arg(long, value_name = "BYTES", default_value = "2GiB", value_parser = parse_size)]
     pub(crate) task_max: u64,
 
     /// The memory of the device, as a multiple of the largest task of that storm.
@@ -296,8 +300,49 @@ pub(crate) struct Conf {
     pub(crate) not_ours: Vec<String>,
 }
 
+/// Reads a size. A small number without a unit is hardly meant as bytes, so it is not taken as them.
+fn parse_size(text: &str) -> Result<u64, String> {
+    let bytes = parse_bytes(text)?;
+    let number = text.trim();
+    if bytes < MIB && number.chars().all(|c| c.is_ascii_digit() || c == '.') {
+        // Nobody has a device of a thousand GiB.
+        let unit = if bytes < 1000 { "GiB" } else { "MiB" };
+        return Err(format!(
+            "{number} has no unit. {number} bytes? write {number}B; {number} {unit}? write \
+             {number}{unit}"
+        ));
+    }
+    Ok(bytes)
+}
+
 fn parse_conf(text: &str) -> Result<Conf, String> {
     let parsed = Options::parse(text).map_err(|error| error.to_string())?;
     let not_ours = parsed.not_ours.into_iter().map(|entry| entry.key).collect();
     Ok(Conf { options: parsed.options, not_ours })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_small_number_without_a_unit_is_refused_with_both_readings() {
+        for (number, unit) in
+            [("24", "GiB"), ("4.5", "GiB"), (" 1 ", "GiB"), ("24576", "MiB"), ("1048575", "MiB")]
+        {
+            let told = parse_size(number).expect_err(number);
+            let number = number.trim();
+            let expected =
+                format!("{number} bytes? write {number}B; {number} {unit}? write {number}{unit}");
+            assert!(told.ends_with(&expected), "{told}");
+        }
+        assert_eq!(parse_size("24B"), Ok(24));
+        assert_eq!(parse_size("8KiB"), Ok(8192));
+        assert_eq!(parse_size("0.5GiB"), Ok(512 * MIB));
+        assert_eq!(parse_size("1048576"), Ok(MIB));
+        assert_eq!(parse_size("25769803776"), Ok(24 << 30));
+        // What is no size at all is told as before.
+        assert!(parse_size("0").is_err_and(|told| told.contains("0 is no size")));
+        assert!(parse_size("lots").is_err_and(|told| told.contains("is no size")));
+    }
 }

@@ -307,6 +307,26 @@ a request of 3.79 GiB, with 16.95 GiB live and 22.76 GiB reserved; 116.28 GiB of
         assert_eq!(text(&output.stdout).matches("out of memory\n").count(), 3);
     }
 
+    /// A log of RMM does not tell how much its device had: no figure is made up.
+    #[test]
+    fn where_the_card_is_not_known_none_is_named() {
+        let folder = tempfile::tempdir().unwrap();
+        let log = folder.path().join("log.csv");
+        let rows = "Thread,Time,Action,Pointer,Size,Stream\n\
+                    1,10:00:00:000001,allocate,0x7f0000000000,1048576,0x0\n\
+                    1,10:00:00:000002,allocate failure,0x0,8589934592,0x0\n";
+        std::fs::write(&log, rows).unwrap();
+        let output = cushion(&["replay", &log.display().to_string()]);
+        assert_eq!(output.status.code(), Some(1));
+        let table = text(&output.stdout);
+        for part in [
+            "its allocator refused a request of 8.00 GiB, with 1024.00 KiB live.\n",
+            "give what it leaves the allocator, as --capacity 24GiB\n",
+        ] {
+            assert!(table.contains(part), "{table}");
+        }
+    }
+
     #[test]
     fn the_graceful_ladder_runs_and_is_not_verified() {
         let trace = trace("graphs_serving");
@@ -329,6 +349,8 @@ a request of 3.79 GiB, with 16.95 GiB live and 22.76 GiB reserved; 116.28 GiB of
             &["replay", &bad, &good],
             &["replay", &good, "--device", "3"],
             &["replay", &good, "--capacity", "lots"],
+            &["replay", &good, "--capacity", "24"],
+            &["replay", &good, "--ladder", "graceful", "--spill", "8"],
             &["replay", &good, "--conf", "max_split_size_mb:1"],
             &["replay", &good, "--conf", "nonsense:1"],
             &["replay", &good, "--policy", "best"],

@@ -128,6 +128,7 @@ mod tests {
             &["--allocations", "70000"],
             &["--streams", "0"],
             &["--task-max", "1KiB"],
+            &["--task-max", "2"],
             &["--task-max", "2TiB"],
             &["--task-max", "lots"],
             &["--device-ratio", "0"],
