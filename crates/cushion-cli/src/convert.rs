@@ -13,11 +13,8 @@ use flate2::write::GzEncoder;
 
 use crate::args::{ConvertArgs, FormatArg};
 use crate::load::read_trace;
-use crate::save::save;
+use crate::save::{self, STANDARD, save};
 use crate::{Streams, Verdict};
-
-/// What stands for standard input or output.
-const STANDARD: &str = "-";
 
 /// Runs the command.
 pub(crate) fn run<O: Write, T: Write>(
@@ -25,6 +22,9 @@ pub(crate) fn run<O: Write, T: Write>(
     streams: &mut Streams<O, T>,
 ) -> anyhow::Result<Verdict> {
     let target = Target::of(args)?;
+    if !is_standard(&args.output) {
+        save::check(&args.output, &[&args.input])?;
+    }
     let (snapshot, size_read) = read_trace(&args.input, streams).with_context(|| {
         if is_standard(&args.input) { "standard input".to_owned() } else { name(&args.input) }
     })?;
@@ -38,8 +38,7 @@ pub(crate) fn run<O: Write, T: Write>(
             }
         }
     } else {
-        save(&args.output, |out| target.write(&snapshot, out))
-            .with_context(|| format!("{}: could not be written", args.output.display()))?
+        save(&args.output, |out| target.write(&snapshot, out))?
     };
     tell(args, &written, size_read, size_written, streams);
     Ok(Verdict::Fits)

@@ -1,7 +1,7 @@
 //! `cushion replay`: what a trace needs, whether it fits, and whether we do as PyTorch did.
 
 use std::io::Write;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, bail};
 use cushion_core::driver::Call;
@@ -16,6 +16,7 @@ use serde::Serialize;
 use crate::args::{PolicyArg, ReplayArgs};
 use crate::load::{Loaded, load, short};
 use crate::recorded;
+use crate::save;
 use crate::shortages::{self, ReceiptLines};
 use crate::table::{Align, Table};
 use crate::{Streams, Verdict};
@@ -37,6 +38,10 @@ pub(crate) fn run<O: Write, T: Write>(
     {
         let keys = conf.not_ours.join(", ");
         streams.talk(format_args!("not options of the device allocator: {keys}"));
+    }
+    if let Some(path) = &args.receipts {
+        let traces: Vec<&Path> = args.traces.iter().map(PathBuf::as_path).collect();
+        save::check(path, &traces)?;
     }
     let mut verdict = Verdict::Fits;
     let mut told = Told { rows: Rows::new(args.min_capacity), receipts: ReceiptLines::default() };

@@ -21,7 +21,7 @@ use cushion_core::size::display;
 
 use crate::args::ReportArgs;
 use crate::load::{Loaded, load, short};
-use crate::save::save;
+use crate::save::{self, STANDARD, save};
 use crate::{Streams, Verdict};
 
 use data::Report;
@@ -47,6 +47,13 @@ pub(crate) fn run<O: Write, T: Write>(
 ) -> anyhow::Result<Verdict> {
     let trace = &args.trace;
     // Before the work begins: it would be in vain.
+    let output = args.output.clone().unwrap_or_else(|| default_output(trace));
+    let is_standard = output == Path::new(STANDARD);
+    if !is_standard {
+        let inputs: Vec<&Path> =
+            std::iter::once(trace.as_path()).chain(args.receipts.as_deref()).collect();
+        save::check(&output, &inputs)?;
+    }
     let receipts = args.receipts.as_deref().map(shortages::of_file).transpose()?;
     let mut report = report_on(args, streams).with_context(|| trace.display().to_string())?;
     match receipts {
@@ -54,12 +61,10 @@ pub(crate) fn run<O: Write, T: Write>(
         receipts => report.shortages.extend(receipts),
     }
     let page = page(&report)?;
-    let output = args.output.clone().unwrap_or_else(|| default_output(trace));
-    if output.as_os_str() == "-" {
+    if is_standard {
         streams.data(format_args!("{}", page.trim_end()));
     } else {
-        save(&output, |file| file.write_all(page.as_bytes()))
-            .with_context(|| format!("cannot write {}", output.display()))?;
+        save(&output, |file| file.write_all(page.as_bytes()))?;
         if let Some(failed) = report.findings.first().filter(|_| !report.to_find_out.is_empty()) {
             // Whoever opens no page is told so too.
             streams.talk(format_args!("{}", failed.text));

@@ -3,7 +3,6 @@
 use std::io::Write as _;
 use std::path::Path;
 
-use anyhow::Context as _;
 use cushion_core::size::display;
 use cushion_core::{Policy, Receipt};
 use cushion_trace::Outcome;
@@ -72,6 +71,5 @@ impl ReceiptLines {
     /// Writes them all.
     pub(crate) fn save(&self, path: &Path) -> anyhow::Result<()> {
         save(path, |file| file.write_all(&self.text))
-            .with_context(|| format!("cannot write {}", path.display()))
     }
 }
