@@ -67,7 +67,9 @@ pub(crate) fn what_to_do(oom: &RecordedOom) -> Vec<String> {
 fn capacity(room: Room) -> String {
     match room {
         Room::Device(bytes) if bytes >= MIB => format!("{}MiB", bytes / MIB),
-        Room::Limit { at_least, below } if at_least.next_multiple_of(MIB) < below => {
+        Room::Limit { at_least, below }
+            if at_least.checked_next_multiple_of(MIB).is_some_and(|bytes| bytes < below) =>
+        {
             format!("{}MiB", at_least.div_ceil(MIB))
         }
         room => room.capacity().map_or_else(|| "24GiB".to_owned(), |bytes| format!("{bytes}B")),

@@ -327,6 +327,24 @@ a request of 3.79 GiB, with 16.95 GiB live and 22.76 GiB reserved; 116.28 GiB of
         }
     }
 
+    /// Sizes that no device has: the figures are told as they are, and nothing overflows.
+    #[test]
+    fn an_absurd_refusal_is_told_too() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("absurd.json");
+        let most = i64::MAX;
+        let snapshot = serde_json::json!({"segments": [], "device_traces": [[
+            {"action": "segment_alloc", "addr": 512, "size": most, "stream": 0},
+            {"action": "segment_alloc", "addr": 1024, "size": most, "stream": 0},
+            {"action": "alloc", "addr": 512, "size": 100, "stream": 0},
+            {"action": "oom", "device_free": most, "size": 64, "stream": 0},
+        ]]});
+        std::fs::write(&path, snapshot.to_string()).unwrap();
+        let output = cushion(&["replay", &path.display().to_string()]);
+        assert_eq!(output.status.code(), Some(1), "{}", text(&output.stderr));
+        assert!(text(&output.stdout).contains("the recorded run ran out of memory"));
+    }
+
     #[test]
     fn the_graceful_ladder_runs_and_is_not_verified() {
         let trace = trace("graphs_serving");
