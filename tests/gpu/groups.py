@@ -1,6 +1,6 @@
 """What there is to run: groups of jobs, each job one program in a process of its own.
 
-A group takes a few minutes on an NVIDIA H200, `shortages` a quarter of an hour.
+A group takes a few minutes on an NVIDIA H200, `shortages` and `alive` a quarter of an hour each.
 """
 
 from __future__ import annotations
@@ -122,6 +122,11 @@ def tests() -> list[Group]:
         Group("doors", "programs written for other allocators", for_policies(["doors"], 240, ("blocks.py",))),
         Group("examples", "every example, and the C interface", for_policies(["examples"], 400, EXAMPLES)),
         Group("shortages", "what runs out of memory, and lives", shortages()),
+        Group(
+            "alive",
+            "graphs dropped at work, graphs by the thousand, streams destroyed, where memory is short",
+            for_policies(["graphs_under_shortage", "many_pools", "destroyed_stream"], 400),
+        ),
         Group(
             "waste",
             "almost none with `paged`, and the same when the run is replayed",
