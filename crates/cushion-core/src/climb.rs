@@ -206,10 +206,12 @@ impl<D: Driver> Engine<D> {
     #[cold]
     pub(crate) fn begin_climb(&self, asked: &Asked, attempt: &Attempt) -> Climb {
         let started = self.clock.now();
-        let (ladder, mut options, ticket, owner) = self.locked(|mut engine| {
+        let (ladder, mut options, ticket, owner, lane) = self.locked(|mut engine| {
             let owner = engine.lead(asked.owner);
+            let request = engine.request(asked.bytes, asked.stream, owner);
+            let lane = (request.pool, request.stream);
             let state = engine.state;
-            (state.ladder, state.options.clone(), state.queue.ticket(), owner)
+            (state.ladder, state.options.clone(), state.queue.ticket(), owner, lane)
         });
         let wishes = asked.wishes(owner);
         let budget = wishes.budget.unwrap_or(Duration::from_millis(options.wait_ms));
@@ -222,7 +224,7 @@ impl<D: Driver> Engine<D> {
         };
         let mut climb = Climb {
             asked,
-            asker: Asker { ticket, owner, priority: wishes.priority, blocks: asked.blocks },
+            asker: Asker { ticket, owner, priority: wishes.priority, blocks: asked.blocks, lane },
             ladder,
             backoff: Backoff::new(&options, self.seed.wrapping_add(ticket)),
             options,

@@ -88,22 +88,13 @@ impl<D: Driver> Engine<D> {
         }
         // What another thread frees meanwhile may lie beside what was waited for.
         for _ in 0..3 {
-            let (blocks, may_wait) = self.locked(|engine| {
-                let pending = &engine.state.pending;
-                let blocks = engine.blocks_with_pages(halves);
-                let is_needed = !blocks.is_empty() || pending.awaits_device();
-                (blocks, is_needed && !engine.is_recording())
+            let blocks = self.locked(|engine| {
+                if engine.is_recording() { Vec::new() } else { engine.blocks_with_pages(halves) }
             });
-            if !may_wait {
+            if blocks.is_empty() {
                 break;
             }
             let proof = self.wait_for_device()?;
-            // What waited for the device is free now.
-            let blocks = if blocks.is_empty() {
-                self.locked(|engine| engine.blocks_with_pages(halves))
-            } else {
-                blocks
-            };
             let blocks = blocks.into_iter().map(|id| (id, proof)).collect();
             let (_, all) = self.unmap_blocks(blocks, context)?;
             if all {
@@ -124,6 +115,9 @@ impl<D: Driver> Engine<D> {
             let Some(first) = self.locked(|mut engine| engine.first_event(only))? else { break };
             self.driver.event_synchronize(first.1)?;
             self.locked(|mut engine| engine.waited_for(first))?;
+        }
+        if self.locked(|engine| engine.state.pending.awaits_device()) {
+            self.wait_for_device()?;
         }
         Ok(())
     }

@@ -159,7 +159,7 @@ impl<D: Driver> Locked<'_, D> {
         let request = self.request(asked.bytes, asked.stream, owner);
         match self.serve_hit(&request, asked.context) {
             Some(address) => Ok(Attempt::Served(address)),
-            None if self.state.attention && self.must_queue(asked, owner) => Ok(Attempt::Queue),
+            None if self.state.attention && self.must_queue(asked, &request) => Ok(Attempt::Queue),
             None => Ok(Attempt::Miss),
         }
     }
@@ -249,13 +249,14 @@ impl<D: Driver> Locked<'_, D> {
 
     /// Whether a request that no free block serves has to wait for others before the driver is asked.
     #[cold]
-    fn must_queue(&mut self, asked: &Asked, owner: Owner) -> bool {
+    fn must_queue(&mut self, asked: &Asked, request: &Request) -> bool {
+        let &Request { pool, stream, owner, .. } = request;
         let wishes = asked.wishes(owner);
         if asked.in_callback || !self.may_wait(&wishes) {
             return false;
         }
-        let (priority, blocks) = (wishes.priority, asked.blocks);
-        !self.may_try(&Asker { ticket: u64::MAX, owner, priority, blocks })
+        let (priority, blocks, lane) = (wishes.priority, asked.blocks, (pool, stream));
+        !self.may_try(&Asker { ticket: u64::MAX, owner, priority, blocks, lane })
     }
 
     /// Whether a request of somebody who wants this waits at all.

@@ -136,6 +136,13 @@ pub(crate) struct Mark {
     at: Moment,
 }
 
+impl Mark {
+    /// For one whose event was found finished.
+    fn proof(&self) -> Proof {
+        Proof { until: self.at, covers: Covers::Stream(self.stream) }
+    }
+}
+
 /// Work that was marked, and may have been seen done since.
 #[derive(Debug)]
 pub(crate) enum Marked {
@@ -256,8 +263,7 @@ impl<'lock, D: Driver> Locked<'lock, D> {
         match self.driver.event_query(mark.event) {
             Ok(true) => {
                 self.state.pending.keep_event(mark.event);
-                let proof = Proof { until: mark.at, covers: Covers::Stream(mark.stream) };
-                (Marked::Done(proof), Ok(()))
+                (Marked::Done(mark.proof()), Ok(()))
             }
             Ok(false) => (Marked::UnderWay(mark), Ok(())),
             Err(error) => (Marked::UnderWay(mark), Err(error)),
@@ -268,13 +274,9 @@ impl<'lock, D: Driver> Locked<'lock, D> {
     /// allocations must not go to a private pool.
     pub(crate) fn poll_stream(&mut self, stream: StreamId) -> DriverResult<Option<Proof>> {
         let Some(mark) = self.mark(stream)? else { return Ok(None) };
-        match self.poll(mark) {
-            (Marked::Done(proof), _) => Ok(Some(proof)),
-            (Marked::UnderWay(mark), polled) => {
-                self.state.pending.keep_event(mark.event);
-                polled.map(|()| None)
-            }
-        }
+        let done = self.driver.event_query(mark.event);
+        self.state.pending.keep_event(mark.event);
+        Ok(done?.then_some(mark.proof()))
     }
 
     /// What is known of the work on the free memory of a lane. `asking` is the stream of the request. Never waits,

@@ -15,10 +15,11 @@ use std::time::Duration;
 
 use crate::block::{Block, BlockState};
 use crate::clock::Bell;
-use crate::driver::Driver;
+use crate::driver::{Driver, StreamId};
 use crate::locked::Locked;
 use crate::owner::{self, Owner, Standing};
 use crate::policy::Request;
+use crate::pool::PoolIndex;
 
 /// How often a request may be passed over before it comes before everybody.
 const PASSES: u32 = 64;
@@ -42,6 +43,8 @@ pub(crate) struct Asker {
     pub(crate) priority: i32,
     /// A thread waits for it and does nothing else, as opposed to a future.
     pub(crate) blocks: bool,
+    /// Where the free blocks are that may serve it at once.
+    pub(crate) lane: (PoolIndex, StreamId),
 }
 
 /// Why a request that waits is refused.
@@ -351,6 +354,11 @@ impl<D: Driver> Locked<'_, D> {
             matches!(standing.get(&asker.owner), Some(Standing::Task { .. }))
         };
         (asker.blocks || is_task()) && self.live_blocks().any(|block| block.owner == asker.owner)
+    }
+
+    /// Whether a request that waits may take what is free in its own lane: whoever is ahead waits for other lanes.
+    pub(crate) fn may_take_own(&self, asker: &Asker) -> bool {
+        !self.state.queue.ahead_of(asker).any(|waiter| waiter.asker.lane == asker.lane)
     }
 
     /// A task was told to give way to those that hold memory now.

@@ -500,7 +500,8 @@ impl<D: Driver> Locked<'_, D> {
             && stitches.addresses / 2 < most_addresses
     }
 
-    /// Unmaps ranges that were retired and whose work is done, a part of them at a time.
+    /// Unmaps ranges that were retired and whose work is done: one, and more as far as the calls of one hold of the
+    /// lock go. A miss makes one range at most, so they do not become ever more.
     fn dissolve_retired(&mut self) -> DriverResult<()> {
         let mut calls = Calls::of_one_hold();
         let mut failed = Ok(());
@@ -511,15 +512,17 @@ impl<D: Driver> Locked<'_, D> {
             };
             failed = failed.and(polled);
             if let Marked::Done(proof) = marked {
-                while let Some(id) = ids.pop() {
-                    let Some(idle) = self.idle(self.state.stitches.get(id).block, proof) else {
+                while calls.are_left()
+                    && let Some(id) = ids.pop()
+                {
+                    let stitch = self.state.stitches.get(id);
+                    let taken = stitch.parts.len() + 1;
+                    let Some(idle) = self.idle(stitch.block, proof) else {
                         self.state.stitches.retired.push(id);
                         continue;
                     };
-                    if !self.dissolve(id, &idle, &mut calls) {
-                        ids.push(id);
-                        break;
-                    }
+                    calls.spend(u32::try_from(taken).unwrap_or(u32::MAX));
+                    self.dissolve(id, &idle);
                 }
             }
             if ids.is_empty() {
@@ -579,45 +582,31 @@ impl<D: Driver> Locked<'_, D> {
             stitches.forget_part(page, id);
             self.counters.num_device_free.add(1);
             if is_over {
-                self.dissolve(id, idle, &mut Calls::unlimited());
+                self.dissolve(id, idle);
             }
         }
         true
     }
 
-    /// Unmaps what is left of a retired range that nobody is at work on, as far as `calls` go; then gives its addresses
-    /// back. Whether it is gone.
-    fn dissolve(&mut self, id: StitchId, idle: &Idle<'_>, calls: &mut Calls) -> bool {
+    /// Unmaps what is left of a retired range that nobody is at work on, and gives its addresses back.
+    fn dissolve(&mut self, id: StitchId, idle: &Idle<'_>) {
         let State { stitches, pages, .. } = &mut *self.state;
-        let stitch = &mut stitches.table[id];
-        debug_assert!(stitch.retired && !stitch.is_in_use());
-        let mut unmapped = Vec::new();
-        while let Some(&part) = stitch.parts.last()
-            && calls.spend(1)
-        {
-            stitch.parts.pop();
-            pages.unmap_or_stick(self.driver, stitch.address + part.offset, idle);
-            unmapped.push(part.page);
-        }
-        let is_over = stitch.parts.is_empty() && calls.spend(1);
-        for &page in &unmapped {
-            stitches.forget_part(page, id);
-        }
-        self.counters.num_device_free.add(u64::from(!unmapped.is_empty()));
-        if !is_over {
-            return false;
-        }
         stitches.retired.retain(|&it| it != id);
         for (_, waiting) in &mut stitches.retiring {
             waiting.retain(|&it| it != id);
         }
         let stitch = stitches.table.remove(id);
+        debug_assert!(stitch.retired && !stitch.is_in_use());
+        self.counters.num_device_free.add(u64::from(!stitch.parts.is_empty()));
         stitches.count -= 1;
         stitches.addresses -= stitch.bytes;
+        for part in &stitch.parts {
+            stitches.forget_part(part.page, id);
+            pages.unmap_or_stick(self.driver, stitch.address + part.offset, idle);
+        }
         let block = self.state.blocks.remove(stitch.block);
         self.state.segments.remove(block.segment);
         self.state.pools[block.pool].segments -= 1;
         self.leave_range(stitch.address, stitch.bytes);
-        true
     }
 }

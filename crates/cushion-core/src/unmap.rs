@@ -39,7 +39,7 @@ impl Calls {
         left.is_some()
     }
 
-    fn are_left(&self) -> bool {
+    pub(crate) fn are_left(&self) -> bool {
         self.0 > 0
     }
 }

@@ -5,6 +5,7 @@ mod common;
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeSet;
     use std::sync::Arc;
     use std::sync::atomic::{AtomicU64, Ordering};
     use std::time::Duration;
@@ -12,7 +13,8 @@ mod tests {
     use cushion_core::driver::{Call, FailWhen, Fault};
     use cushion_core::size::MIB;
     use cushion_core::{
-        AllocError, Ended, Injection, Ladder, Outcome, Policy, Remedy, Rung, set_budget,
+        AllocError, Ended, Injection, Ladder, LastingStreams, Outcome, Policy, Remedy, Rung,
+        set_budget,
     };
 
     use crate::common::*;
@@ -139,6 +141,7 @@ mod tests {
     fn borrow() {
         for conf in POLICIES {
             let enough = gpu_only(100, Rung::Borrow, conf);
+            enough.set_lasting_streams(LastingStreams::These(BTreeSet::from([S1])));
             let cached = take(&enough, 60 * MIB, S0);
             enough.free(cached).unwrap();
             let got = take(&enough, 60 * MIB, S1);

@@ -184,10 +184,15 @@ mod tests {
         let kept = many_ranges(&gpu, &sim, S0, 1200);
         assert!(gpu.page_figures().ranges > 1024, "the stream is at work on them");
         sim.finish_all();
-        let more = gpu.alloc(1300 * MIB, S0).unwrap();
+        // A miss takes away one at least, and makes one at most.
+        for size in (1300..1700).step_by(2) {
+            let before = gpu.page_figures().ranges;
+            let more = gpu.alloc(size * MIB, S0).unwrap();
+            assert!(gpu.page_figures().ranges <= before.max(1025), "{:?}", gpu.page_figures());
+            gpu.free(more).unwrap();
+        }
         assert!(gpu.page_figures().ranges <= 1025, "{:?}", gpu.page_figures());
         gpu.check_invariants().unwrap();
-        gpu.free(more).unwrap();
         kept.into_iter().for_each(|block| gpu.free(block).unwrap());
         gpu.empty_cache().unwrap();
         assert_eq!((sim.held(), gpu.page_figures().ranges), (0, 0));
@@ -322,7 +327,8 @@ mod tests {
             gpu.free(block).unwrap();
         }
         assert_eq!(gpu.stats().hits - hits, 100);
-        assert!(gpu.driver().counts().total() - before <= 3, "an event, its record and a question");
+        let asked = gpu.driver().counts().total() - before;
+        assert!(asked <= 4, "whether it is captured, an event, its record and a question");
     }
 
     #[test]

@@ -167,13 +167,14 @@ mod tests {
         std::thread::scope(|scope| {
             let first = scope.spawn(|| gpu.alloc(80 * MIB, S0));
             until_waiting(&gpu, 1);
-            // It would find a free block, but somebody came first.
-            let second = scope.spawn(|| gpu.alloc(MIB, S1));
+            // The driver would have memory for it, but somebody came first.
+            let second = scope.spawn(|| gpu.alloc(12 * MIB, S1));
             until_waiting(&gpu, 2);
             // This thread holds what the first waits for: it must get on.
-            let passed = gpu.alloc(MIB, S1).unwrap();
-            assert_eq!((passed, gpu.waiting()), (passing, 2));
+            let passed = gpu.alloc(12 * MIB, S2).unwrap();
+            assert_eq!(gpu.waiting(), 2);
             gpu.free(passed).unwrap();
+            gpu.empty_cache().unwrap();
             for address in [large, small] {
                 gpu.free(address).unwrap();
             }
@@ -181,6 +182,39 @@ mod tests {
             second.join().unwrap().unwrap();
         });
         gpu.check_invariants().unwrap();
+    }
+
+    #[test]
+    fn what_is_free_in_its_own_lane_is_never_waited_for() {
+        for conf in ["paged:True", "expandable_segments:True", "paged:False"] {
+            let gpu = real_gpu(100, &format!("{PATIENT},{conf}"));
+            let held = take(&gpu, 60 * MIB, S0);
+            let cached = [take(&gpu, 4096, S1), take(&gpu, 3 * MIB, S1)];
+            cached.map(|address| gpu.free(address).unwrap());
+            std::thread::scope(|scope| {
+                let first = scope.spawn(|| gpu.alloc(90 * MIB, S0));
+                until_waiting(&gpu, 1);
+                // A thread that holds nothing. More often than a request may be passed over.
+                let other = scope.spawn(|| {
+                    for _ in 0..200 {
+                        for (bytes, there) in [4096, 3 * MIB].into_iter().zip(cached) {
+                            let address = gpu.alloc(bytes, S1).unwrap();
+                            assert_eq!(address, there, "{conf}");
+                            gpu.free(address).unwrap();
+                            let at_once =
+                                gpu.alloc_at_once_for(bytes, S1, cushion_core::Context::NONE);
+                            assert_eq!(at_once.unwrap(), Some(there), "{conf}");
+                            gpu.free(there).unwrap();
+                        }
+                    }
+                });
+                other.join().unwrap();
+                assert_eq!(gpu.waiting(), 1, "{conf}: the first still waits");
+                gpu.free(held).unwrap();
+                first.join().unwrap().unwrap();
+            });
+            gpu.check_invariants().unwrap();
+        }
     }
 
     #[test]

@@ -148,11 +148,14 @@ impl<D: Driver> Engine<D> {
             if won > 0 {
                 climb.note(Rung::Events, Ended::TooLittle, won, Duration::ZERO);
             }
-            if !engine.may_try(&climb.asker) {
-                return Ok(Visit::Left(Ended::Nothing));
-            }
-            if let Some(address) = engine.serve_free(climb) {
+            let in_turn = engine.may_try(&climb.asker);
+            if (in_turn || engine.may_take_own(&climb.asker))
+                && let Some(address) = engine.serve_free(climb)
+            {
                 return Ok(Visit::Served(address, 0));
+            }
+            if !in_turn {
+                return Ok(Visit::Left(Ended::Nothing));
             }
             let request = engine.request_of(climb);
             if let Some(address) = engine.borrow_if_allowed(climb, &request)? {
@@ -299,10 +302,14 @@ impl<D: Driver> Engine<D> {
             sources.turn |= held_back;
             let urged = engine.state.queue.is_urged(climb.asker.ticket);
             let in_turn = !held_back && engine.may_try(&climb.asker);
-            if in_turn || urged || left.is_zero() || !sources.any() {
-                if let Some(address) = engine.serve_free(climb) {
-                    return (Visit::Served(address, 0), Bells::new());
-                }
+            let tries = in_turn || urged || left.is_zero() || !sources.any();
+            // Its own lane serves nobody who is ahead of it and waits for another.
+            if (tries || !held_back && engine.may_take_own(&climb.asker))
+                && let Some(address) = engine.serve_free(climb)
+            {
+                return (Visit::Served(address, 0), Bells::new());
+            }
+            if tries {
                 let work_ended =
                     std::mem::replace(&mut climb.awaits_work, sources.events) && !sources.events;
                 if engine.is_worth_climbing(climb, &request, work_ended, free, left) {
