@@ -1,0 +1,173 @@
+//! Whole programs: of chance or of bytes, run, and made short where they fail.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use super::action::{Flavour, Reader};
+use super::{Action, Futures, World};
+use crate::random::Random;
+use crate::{Ladder, Policy};
+
+/// How many actions a program has at most.
+const MOST_ACTIONS: usize = 400;
+
+/// The device a program runs on, and how the engine begins.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Setup {
+    /// The policy at first.
+    pub policy: Policy,
+    /// The ladder.
+    pub ladder: Ladder,
+    /// The smallest size of a page; `None` for a device without pages.
+    pub granularity: Option<u64>,
+    /// Host memory in bytes.
+    pub host: u64,
+    /// Bytes that the device reports and does not have.
+    pub unreported: u64,
+}
+
+impl Setup {
+    /// A device with pages of 2 MiB and up, and host memory that can run out.
+    #[must_use]
+    pub fn new(policy: Policy, ladder: Ladder) -> Self {
+        Self { policy, ladder, granularity: Some(2 << 20), host: 64 << 20, unreported: 0 }
+    }
+
+    /// Paged, and with pages of 2 MiB, more often than not.
+    fn read(from: &mut Reader<'_>) -> Self {
+        const POLICIES: [Policy; 5] =
+            [Policy::Paged, Policy::Paged, Policy::Paged, Policy::Expandable, Policy::Segments];
+        const GRANULARITIES: [Option<u64>; 8] = {
+            let (two, four) = (Some(2 << 20), Some(4 << 20));
+            [two, two, two, two, two, four, Some(16 << 20), None]
+        };
+        let policy = POLICIES[usize::from(from.byte()) % POLICIES.len()];
+        let ladder = if from.byte() % 4 == 0 { Ladder::Torch } else { Ladder::Graceful };
+        let kind = from.byte();
+        Self {
+            granularity: GRANULARITIES[usize::from(kind) % GRANULARITIES.len()],
+            host: [200 << 20, 64 << 20, 16 << 20, 0][usize::from(kind / 8) % 4],
+            unreported: u64::from(kind / 32 % 2) * (4 << 20),
+            ..Self::new(policy, ladder)
+        }
+    }
+}
+
+/// Actions on some device.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Program {
+    /// What it runs on.
+    pub setup: Setup,
+    /// What it does.
+    pub actions: Vec<Action>,
+}
+
+impl Program {
+    /// The program that some bytes stand for. All bytes stand for one.
+    #[must_use]
+    pub fn read(bytes: &[u8]) -> Self {
+        let mut from = Reader(bytes);
+        let flavour = Flavour::ALL[usize::from(from.byte()) % Flavour::ALL.len()];
+        let setup = Setup::read(&mut from);
+        let mut actions = Vec::new();
+        while !from.is_empty() && actions.len() < MOST_ACTIONS {
+            actions.push(Action::read(&mut from, flavour));
+        }
+        Self { setup, actions }
+    }
+
+    /// The program of this number.
+    #[must_use]
+    pub fn random(seed: u64) -> Self {
+        Self::read(&Self::bytes(seed))
+    }
+
+    /// The bytes of the program of this number.
+    #[must_use]
+    pub fn bytes(seed: u64) -> Vec<u8> {
+        // Numbers that follow each other are to be far apart.
+        let mut random = Random(Random(seed).next());
+        let length = 16 + random.next() % 160 * (1 + random.next() % 8);
+        (0..length / 8).flat_map(|_| random.next().to_le_bytes()).collect()
+    }
+
+    /// Runs it, and checks everything after each action.
+    ///
+    /// # Panics
+    ///
+    /// If the engine breaks a promise.
+    pub fn run(&self) {
+        let mut world = World::with(self.setup);
+        let engine = world.engine();
+        let mut futures = Futures::of(&engine);
+        for action in &self.actions {
+            world.step_with(action, &mut futures);
+        }
+        futures.drop_all();
+        world.finish();
+    }
+
+    /// What it panics with, if it does.
+    #[must_use]
+    pub fn failure(&self) -> Option<String> {
+        let panic = catch_unwind(AssertUnwindSafe(|| self.run())).err()?;
+        let text = panic.downcast_ref::<String>().cloned();
+        Some(text.or_else(|| panic.downcast_ref::<&str>().map(|&it| it.to_owned())).unwrap_or_default())
+    }
+
+    /// The program without all that it fails without.
+    #[must_use]
+    pub fn shrunk(&self) -> Self {
+        let mut least = self.clone();
+        let mut piece = least.actions.len().next_power_of_two();
+        while piece > 0 {
+            let mut at = 0;
+            let before = least.actions.len();
+            while at < least.actions.len() {
+                let mut less = least.clone();
+                less.actions.drain(at..(at + piece).min(least.actions.len()));
+                if less.failure().is_some() {
+                    least = less;
+                } else {
+                    at += piece;
+                }
+            }
+            if piece > 1 || least.actions.len() == before {
+                piece /= 2;
+            }
+        }
+        least
+    }
+}
+
+/// What running many programs came to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Summary {
+    /// How many were run.
+    pub programs: u64,
+    /// How many actions they had.
+    pub actions: u64,
+}
+
+/// Runs the programs of numbers that belong to a seed, and tells `progress` now and then.
+///
+/// # Panics
+///
+/// At the first that fails, with as little of it as fails.
+pub fn run_programs(seed: u64, programs: u64, mut progress: impl FnMut(Summary)) -> Summary {
+    let mut run = Summary::default();
+    for number in 0..programs {
+        let number = seed.wrapping_mul(1 << 32).wrapping_add(number);
+        let program = Program::random(number);
+        if let Some(failure) = program.failure() {
+            let least = program.shrunk();
+            let why = least.failure().unwrap_or_default();
+            panic!("program {number} of seed {seed}: {failure}\nthe least of it: {why}\n{least:#?}");
+        }
+        run.programs += 1;
+        run.actions += program.actions.len() as u64;
+        if run.programs.is_multiple_of(1000) {
+            progress(run);
+        }
+    }
+    run
+}
