@@ -220,7 +220,7 @@ impl State {
     }
 
     /// Where the next range of `bytes` goes: the scripted place if it is clear, else a fresh one.
-    fn place(&mut self, call: Call, bytes: u64) -> DriverResult<u64> {
+    fn place(&mut self, call: Call, bytes: u64, granularity: u64) -> DriverResult<u64> {
         if let Some(address) = self.script.place(call, bytes) {
             let end = address.saturating_add(bytes);
             let unit = if call == Call::Alloc { 512 } else { 2 * MIB };
@@ -232,11 +232,15 @@ impl State {
                 return Ok(address);
             }
         }
-        let address = self.next_address;
-        let end = round_up(bytes, 2 * MIB).and_then(|span| address.checked_add(span));
-        self.next_address = end
-            .filter(|&end| end <= LAST_ADDRESS)
-            .ok_or(DriverError { call, fault: Fault::OutOfMemory })?;
+        // What is reserved is a place for pages.
+        let unit = granularity.max(2 * MIB);
+        let place = || {
+            let address = round_up(self.next_address, unit)?;
+            let end = address.checked_add(round_up(bytes, unit)?)?;
+            (end <= LAST_ADDRESS).then_some((address, end))
+        };
+        let (address, end) = place().ok_or(DriverError { call, fault: Fault::OutOfMemory })?;
+        self.next_address = end;
         Ok(address)
     }
 
@@ -318,7 +322,7 @@ impl Driver for SimDriver {
         if bytes > self.free_bytes(&state) {
             return Err(DriverError { call, fault: Fault::OutOfMemory });
         }
-        let address = state.place(call, bytes)?;
+        let address = state.place(call, bytes, self.config.granularity)?;
         state.plain.insert(address, bytes);
         state.held += bytes;
         Ok(address)
@@ -341,7 +345,7 @@ impl Driver for SimDriver {
         if !self.config.has_pages || bytes == 0 || !bytes.is_multiple_of(self.config.granularity) {
             return invalid(Call::Reserve);
         }
-        let address = state.place(Call::Reserve, bytes)?;
+        let address = state.place(Call::Reserve, bytes, self.config.granularity)?;
         state.ranges.insert(address, bytes);
         Ok(address)
     }
