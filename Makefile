@@ -81,7 +81,7 @@ verify: ## compare the engine with PyTorch's recorded addresses, on all traces s
 	@sh scripts/verify.sh $(CUSHION)
 
 # cargo-fuzz asks the compiler for coverage, which a stable one gives only when told to.
-fuzz: ## an hour of one fuzz target (TARGET=pickle, json, rmm, own, open or receipts; SECONDS=3600)
+fuzz: ## an hour of one fuzz target (TARGET=pickle, json, rmm, own, open, receipts or engine; SECONDS=3600)
 	@$(CARGO) fuzz --version >/dev/null 2>&1 || { echo 'make fuzz needs cargo-fuzz: cargo install cargo-fuzz' >&2; exit 1; }
 	@mkdir -p fuzz/work/$(TARGET)
 	cd fuzz && RUSTC_BOOTSTRAP=1 $(CARGO) fuzz run --fuzz-dir . --sanitizer none $(TARGET) \

@@ -111,7 +111,10 @@ impl Program {
     pub fn failure(&self) -> Option<String> {
         let panic = catch_unwind(AssertUnwindSafe(|| self.run())).err()?;
         let text = panic.downcast_ref::<String>().cloned();
-        Some(text.or_else(|| panic.downcast_ref::<&str>().map(|&it| it.to_owned())).unwrap_or_default())
+        Some(
+            text.or_else(|| panic.downcast_ref::<&str>().map(|&it| it.to_owned()))
+                .unwrap_or_default(),
+        )
     }
 
     /// The program without all that it fails without.
@@ -161,7 +164,9 @@ pub fn run_programs(seed: u64, programs: u64, mut progress: impl FnMut(Summary))
         if let Some(failure) = program.failure() {
             let least = program.shrunk();
             let why = least.failure().unwrap_or_default();
-            panic!("program {number} of seed {seed}: {failure}\nthe least of it: {why}\n{least:#?}");
+            panic!(
+                "program {number} of seed {seed}: {failure}\nthe least of it: {why}\n{least:#?}"
+            );
         }
         run.programs += 1;
         run.actions += program.actions.len() as u64;

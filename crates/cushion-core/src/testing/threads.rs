@@ -198,8 +198,7 @@ impl Shared {
     }
 
     fn capture(&self, random: &mut Random, pool: PoolId) -> Vec<(u64, u64)> {
-        let begun =
-            self.engine.begin_allocate_to_pool(pool, Box::new(|stream| stream == CAPTURED));
+        let begun = self.engine.begin_allocate_to_pool(pool, Box::new(|stream| stream == CAPTURED));
         begun.expect("a new pool");
         self.sim.begin_capture(CAPTURED);
         self.gpu.begin_capture(CAPTURED);
