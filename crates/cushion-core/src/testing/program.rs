@@ -41,7 +41,7 @@ impl Setup {
             [two, two, two, two, two, four, Some(16 << 20), None]
         };
         let policy = POLICIES[usize::from(from.byte()) % POLICIES.len()];
-        let ladder = if from.byte() % 4 == 0 { Ladder::Torch } else { Ladder::Graceful };
+        let ladder = if from.byte().is_multiple_of(4) { Ladder::Torch } else { Ladder::Graceful };
         let kind = from.byte();
         Self {
             granularity: GRANULARITIES[usize::from(kind) % GRANULARITIES.len()],
