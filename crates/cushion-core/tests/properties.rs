@@ -7,6 +7,7 @@
 mod tests {
     use cushion_core::testing::{Action, Program, Setup, Summary, run_programs};
     use cushion_core::{Ladder, Policy};
+    use proptest::prelude::*;
 
     /// Programs of each policy and ladder.
     const PROGRAMS: u64 = 1500;
@@ -51,6 +52,16 @@ mod tests {
     #[test]
     fn paged_graceful() {
         run(Policy::Paged, Ladder::Graceful);
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(500))]
+
+        /// The programs of bytes that nobody chose.
+        #[test]
+        fn of_any_bytes(bytes in prop::collection::vec(any::<u8>(), 0..600)) {
+            Program::read(&bytes).run();
+        }
     }
 
     #[expect(clippy::disallowed_methods, reason = "how many is the business of who runs it")]
