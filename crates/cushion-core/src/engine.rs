@@ -10,6 +10,7 @@ use crate::callbacks::Callbacks;
 use crate::check::Violation;
 use crate::climb::Waited;
 use crate::clock::{Bell, Clock, VirtualClock};
+use crate::contexts::ToldLater;
 use crate::driver::{Driver, DriverError, Properties, StreamId};
 use crate::error::{AddressError, AllocError};
 use crate::future::AllocFuture;
@@ -139,6 +140,7 @@ impl<D: Driver> Engine<D> {
             recording: Vec::new(),
             limit,
             history: History::default(),
+            told_later: ToldLater::default(),
             pages_counted: [0; 3],
             leaving: 0,
             left_ranges: Vec::new(),

@@ -139,6 +139,11 @@ impl History {
         self.entries.push_back(entry);
     }
 
+    /// The entries, oldest first.
+    pub(crate) fn entries(&self) -> impl Iterator<Item = &Entry> {
+        self.entries.iter()
+    }
+
     /// The entries, oldest first, and how many were forgotten before them.
     pub(crate) fn read(&self) -> (Vec<Entry>, u64) {
         (self.entries.iter().copied().collect(), self.dropped)

@@ -34,6 +34,7 @@ mod callbacks;
 mod check;
 mod climb;
 mod clock;
+mod contexts;
 mod engine;
 mod error;
 mod free_index;

@@ -5,6 +5,7 @@ use rustc_hash::FxHashMap;
 
 use crate::block::{BlockId, BlockState, BlockTable};
 use crate::clock::Clock;
+use crate::contexts::ToldLater;
 use crate::driver::{Driver, DriverResult, Properties, StreamId};
 use crate::error::{AddressError, AllocError};
 use crate::history::{Action, Context, Entry, History};
@@ -50,6 +51,7 @@ pub(crate) struct State {
     /// The most this engine may hold, if there is a limit below the device's own.
     pub(crate) limit: Option<u64>,
     pub(crate) history: History,
+    pub(crate) told_later: ToldLater,
     /// What of the page table is in the figures already.
     pub(crate) pages_counted: [u64; 3],
     /// Bytes of plain segments on their way back to the driver.

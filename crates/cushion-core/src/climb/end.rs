@@ -1,12 +1,13 @@
 //! How a climb ends: served or refused, counted, and with a receipt.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use super::{Climb, Seen};
 use crate::driver::{Driver, DriverError};
 use crate::engine::{Engine, ring};
 use crate::error::{AllocError, Ended, Shortage};
-use crate::history::Action;
+use crate::history::{Action, Context};
 use crate::ladder::Rung;
 use crate::locked::Locked;
 use crate::owner;
@@ -21,13 +22,15 @@ pub(super) struct Figures {
     shortage: Shortage,
     groups: Vec<Group>,
     holders: Vec<Holder>,
+    /// The tags of the groups, which count as referred to until the receipt is filed.
+    tags: Arc<[Context]>,
 }
 
 impl<D: Driver> Engine<D> {
     /// The request falls short from now on: neither a free block nor the driver serves it.
     pub(super) fn fall_short(&self, climb: &mut Climb) {
         climb.short = true;
-        let figures = self.locked(|engine| {
+        let figures = self.locked(|mut engine| {
             engine.state.queue.begin_climb();
             engine.state.pay_attention();
             let figures = engine.figures(climb);
@@ -139,7 +142,7 @@ impl<D: Driver> Engine<D> {
             (figures, bells)
         });
         ring(bells);
-        let Figures { shortage, groups, holders } = figures;
+        let Figures { shortage, groups, holders, tags } = figures;
         self.receipts.file(Receipt {
             number,
             device: self.device.device,
@@ -156,6 +159,7 @@ impl<D: Driver> Engine<D> {
             holders,
             answers: std::mem::take(&mut climb.answers),
         });
+        drop(tags);
         shortage
     }
 }
@@ -200,7 +204,7 @@ impl<D: Driver> Locked<'_, D> {
     }
 
     /// What is held now, by whom and for what.
-    pub(super) fn figures(&self, climb: &Climb) -> Figures {
+    pub(super) fn figures(&mut self, climb: &Climb) -> Figures {
         let request = self.request_of(climb);
         let stats = self.counters.read(self.lanes);
         let private = |lane: &&LaneFigures| lane.pool != PoolId::DEFAULT;
@@ -233,6 +237,7 @@ impl<D: Driver> Locked<'_, D> {
             tried: Vec::new(),
         };
         let (groups, holders) = self.who_holds_what();
-        Figures { shortage, groups, holders }
+        let tags = self.state.told_later.hold(&groups);
+        Figures { shortage, groups, holders, tags }
     }
 }
