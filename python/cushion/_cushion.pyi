@@ -161,6 +161,9 @@ def record_memory_history(
 def allocation_traceback(address: int) -> list[dict[str, Any]] | None: ...
 def set_metadata(metadata: str) -> None: ...
 def metadata() -> str: ...
+def kept_notes() -> tuple[int, int]:
+    """How many stacks and texts are kept, because something refers to them or nobody has looked yet."""
+
 def observe_refusals(observer: Callable[[int, int, int, int], object]) -> None:
     """Calls `observer(device, bytes, limit, free)` whenever an allocation is refused."""
 

@@ -16,6 +16,7 @@ use cushion::DeviceDriver;
 use cushion::core::{AllocError, AllocFuture, is_in_callback};
 use pyo3::prelude::*;
 
+use crate::recorder::Noted;
 use crate::throw::Failure;
 use crate::{callbacks, gil, lock, refusal};
 
@@ -24,8 +25,8 @@ type Request = AllocFuture<'static, DeviceDriver>;
 /// A request on its way.
 struct Task {
     device: i64,
-    /// None once it is over.
-    request: Mutex<Option<Request>>,
+    /// None once it is over. What is noted beside it stays as long.
+    request: Mutex<Option<(Request, Noted)>>,
     /// What is called at the end, with the address, or none and why.
     done: Mutex<Option<Py<PyAny>>>,
     /// Whether it waits to be gone on with.
@@ -70,7 +71,11 @@ impl Wake for Task {
 
 /// Starts a request; calls `done(address, None, False)`, or `done(None, why, is_out_of_memory)`, when it is over, or
 /// `done(None, None, False)` when it was given up.
-pub(crate) fn start(device: i64, request: Request, done: Py<PyAny>) -> Result<Pending, Failure> {
+pub(crate) fn start(
+    device: i64,
+    request: (Request, Noted),
+    done: Py<PyAny>,
+) -> Result<Pending, Failure> {
     let task = Arc::new(Task {
         device,
         request: Mutex::new(Some(request)),
@@ -135,7 +140,7 @@ impl Task {
             self.tell((None, None, false));
             return;
         }
-        let Some(asked) = request.as_mut() else { return };
+        let Some((asked, _)) = request.as_mut() else { return };
         let waker = Waker::from(Arc::clone(&self));
         let polled = Pin::new(asked).poll(&mut Polled::from_waker(&waker));
         let Poll::Ready(outcome) = polled else { return };

@@ -7,7 +7,7 @@
 //! - `throw.rs`, `refusal.rs`, `message.rs`: what a refused allocation raises and says.
 //! - `callbacks.rs`, `receipts.rs`, `futures.rs`: what a program has to do with shortages.
 //! - `gil.rs`, `threads.rs`: how all of this lives in a Python process.
-//! - `recorder.rs`, `stacks.rs`, `snapshot.rs`: history, with Python stacks.
+//! - `recorder.rs`, `stacks.rs`, `kept.rs`, `snapshot.rs`: history, with Python stacks.
 //! - `profiler.rs`: reports to `torch.profiler`. `symbols.rs`: finding what others have loaded.
 
 #![expect(unreachable_pub, reason = "the entry points are found by their names")]
@@ -17,6 +17,7 @@ mod callbacks;
 mod function;
 mod futures;
 mod gil;
+mod kept;
 mod message;
 mod plugin;
 mod profiler;
@@ -66,7 +67,7 @@ mod _cushion {
     #[pymodule_export]
     use super::receipts::{keep_receipts, observe_receipts, receipt, receipts};
 
-    use super::recorder::{self, Level};
+    use super::recorder::{self, Level, Reading};
     use super::throw::Failure;
     use super::{abi, futures, gil, plugin, profiler, refusal, snapshot, stacks, throw};
 
@@ -199,10 +200,10 @@ mod _cushion {
     #[pyfunction]
     #[pyo3(signature = (bytes, device=0, stream=0))]
     fn allocate(py: Python<'_>, bytes: u64, device: i64, stream: u64) -> PyResult<u64> {
-        let context = recorder::context(Level::State);
+        let noted = recorder::note(Level::State);
         let served = py.detach(|| {
             usable(device)?;
-            Ok::<_, PyErr>(plugin::alloc_for(bytes, device, StreamId(stream), context))
+            Ok::<_, PyErr>(plugin::alloc_for(bytes, device, StreamId(stream), &noted))
         })?;
         let served = served.map_err(|failure| raised(py, failure));
         super::callbacks::pass_on_interrupt();
@@ -234,10 +235,10 @@ mod _cushion {
         device: i64,
         stream: u64,
     ) -> PyResult<Pending> {
-        let context = recorder::context(Level::State);
+        let noted = recorder::note(Level::State);
         py.detach(|| {
-            let request = usable(device)?.alloc_async_for(bytes, StreamId(stream), context);
-            Ok::<_, PyErr>(futures::start(device, request, done))
+            let request = usable(device)?.alloc_async_for(bytes, StreamId(stream), noted.tag());
+            Ok::<_, PyErr>(futures::start(device, (request, noted), done))
         })?
         .map_err(|failure| raised(py, failure))
     }
@@ -297,8 +298,8 @@ mod _cushion {
     /// Gives back what `allocate` gave, on whichever device.
     #[pyfunction]
     fn deallocate(py: Python<'_>, address: u64) -> PyResult<()> {
-        let context = recorder::context(Level::All);
-        let freed = py.detach(|| plugin::free_for(address, context));
+        let noted = recorder::note(Level::All);
+        let freed = py.detach(|| plugin::free_for(address, &noted));
         freed.map_err(|error| PyValueError::new_err(format!("Cushion: {error}")))
     }
 
@@ -477,7 +478,10 @@ mod _cushion {
     /// Gives back what is cached, on every device.
     #[pyfunction]
     fn empty_cache(py: Python<'_>) -> PyResult<()> {
-        py.detach(plugin::empty_cache).map_err(|failure| {
+        let emptied = py.detach(plugin::empty_cache);
+        // Memory of the host is memory, too.
+        recorder::sweep(py);
+        emptied.map_err(|failure| {
             let (Failure::OutOfMemory(text) | Failure::Other(text)) = failure;
             PyRuntimeError::new_err(text)
         })
@@ -525,12 +529,15 @@ mod _cushion {
         let skip = Action::ALL.into_iter().filter(is_skipped).collect();
         py.detach(|| devices().record_history(&HistoryPlan { entries, skip }, clear_history));
         recorder::set_level(if entries > 0 { level } else { Level::Never });
+        // What was recorded so far may be needed no longer, and with less recorded nothing else would find out.
+        recorder::sweep(py);
         Ok(())
     }
 
     /// The Python stack at which a live allocation was made.
     #[pyfunction]
     fn allocation_traceback(py: Python<'_>, address: u64) -> PyResult<Option<Bound<'_, PyList>>> {
+        let _reading = Reading::begin();
         let context = py.detach(|| devices().made().find_map(|(_, e)| e.context_of(address)));
         let stack = context.and_then(recorder::stack_of);
         stack.map(|stack| stacks::show(py, stack)).transpose()
@@ -538,14 +545,20 @@ mod _cushion {
 
     /// Notes `metadata` beside every allocation from now on.
     #[pyfunction]
-    fn set_metadata(metadata: &str) {
-        recorder::set_metadata(metadata);
+    fn set_metadata(py: Python<'_>, metadata: &str) {
+        recorder::set_metadata(py, metadata);
     }
 
     /// What is noted beside every allocation now.
     #[pyfunction]
     fn metadata() -> String {
         recorder::metadata()
+    }
+
+    /// How many stacks and texts are kept, because something refers to them or nobody has looked yet.
+    #[pyfunction]
+    fn kept_notes() -> (usize, usize) {
+        recorder::kept()
     }
 
     /// Calls `observer(device, bytes, limit, free)` whenever an allocation is refused.

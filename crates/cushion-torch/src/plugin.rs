@@ -4,12 +4,12 @@
 
 use std::sync::atomic::{AtomicI64, Ordering};
 
-use cushion::core::{AddressError, AllocError, Context, PoolId, StreamFilter, StreamId};
+use cushion::core::{AddressError, AllocError, PoolId, StreamFilter, StreamId};
 use cushion::{DeviceEngine, devices};
 
 use crate::gil;
 use crate::profiler::{self, Totals};
-use crate::recorder::{self, Level};
+use crate::recorder::{self, Level, Noted};
 use crate::refusal;
 use crate::threads;
 use crate::throw::Failure;
@@ -26,7 +26,7 @@ pub(crate) fn device_count() -> usize {
 
 /// Memory for a tensor.
 pub(crate) fn alloc(bytes: u64, device: i64, stream: StreamId) -> Result<u64, Failure> {
-    alloc_for(bytes, device, stream, recorder::context(Level::State))
+    alloc_for(bytes, device, stream, &recorder::note(Level::State))
 }
 
 /// As [`alloc`], with what is to be noted beside it.
@@ -34,13 +34,13 @@ pub(crate) fn alloc_for(
     bytes: u64,
     device: i64,
     stream: StreamId,
-    context: Context,
+    noted: &Noted,
 ) -> Result<u64, Failure> {
     if bytes == 0 {
         return Ok(0);
     }
     let engine = engine(device)?;
-    match serve(engine, bytes, stream, context) {
+    match serve(engine, bytes, stream, noted) {
         Ok(address) => {
             report(engine, address, device, 1);
             Ok(address)
@@ -54,16 +54,16 @@ fn serve(
     engine: &DeviceEngine,
     bytes: u64,
     stream: StreamId,
-    context: Context,
+    noted: &Noted,
 ) -> Result<u64, AllocError> {
     if !gil::is_held() {
-        return engine.alloc_for(bytes, stream, context);
+        return engine.alloc_for(bytes, stream, noted.tag());
     }
-    if let Some(address) = engine.alloc_at_once_for(bytes, stream, context)? {
+    if let Some(address) = engine.alloc_at_once_for(bytes, stream, noted.tag())? {
         return Ok(address);
     }
     let _released = gil::release();
-    engine.alloc_for(bytes, stream, context)
+    engine.alloc_for(bytes, stream, noted.tag())
 }
 
 /// A tensor is gone. Called from destructors, so it cannot fail: an address that is not ours is left
@@ -74,20 +74,20 @@ pub(crate) fn free(address: u64, device: i64) {
         return;
     }
     report(engine, address, device, -1);
-    let context = recorder::context(Level::All);
-    let _ = engine.free_for(address, context);
+    let noted = recorder::note(Level::All);
+    let _ = engine.free_for(address, noted.tag());
 }
 
 /// Gives back what [`alloc_for`] gave on any device. An address that is not live is an error; a free whose event could
 /// not be recorded is none, as above.
-pub(crate) fn free_for(address: u64, context: Context) -> Result<(), AddressError> {
+pub(crate) fn free_for(address: u64, noted: &Noted) -> Result<(), AddressError> {
     // In a child made by fork there is nothing to give back.
     if address == 0 || devices().is_abandoned() {
         return Ok(());
     }
     for (device, engine) in devices().made() {
         report(engine, address, i64::try_from(device).unwrap_or(i64::MAX), -1);
-        match engine.free_for(address, context) {
+        match engine.free_for(address, noted.tag()) {
             Err(AddressError::Unknown { .. }) => {}
             _ => return Ok(()),
         }

@@ -1,14 +1,21 @@
 //! What is noted beside an allocation while history is recorded: the Python stack and the metadata that
 //! the program set. Both are put into the engine's opaque tag as two numbers.
+//!
+//! What the numbers stand for is kept while an engine refers to it, a request or a free is on its way with it, or somebody
+//! reads what an engine said; the rest is swept out (`kept.rs`).
 
 use std::num::NonZeroU32;
-use std::sync::atomic::{AtomicU8, AtomicU32, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
 
 use cushion::core::Context;
-use rustc_hash::FxHashMap;
+use cushion::devices;
+use pyo3::Python;
+use rustc_hash::FxHashSet;
 
-use crate::stacks::{self, StackId};
+use crate::kept::{Kept, Numbered};
+use crate::lock;
+use crate::stacks::{self, Stack, StackId};
 
 /// Which events get a stack, as PyTorch's `context` says.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -37,14 +44,18 @@ impl Level {
 }
 
 static LEVEL: AtomicU8 = AtomicU8::new(Level::Never as u8);
-static METADATA: AtomicU32 = AtomicU32::new(0);
-static TEXTS: Mutex<Option<Texts>> = Mutex::new(None);
+/// Whether there is a text to note.
+static HAS_METADATA: AtomicBool = AtomicBool::new(false);
+static TEXTS: Mutex<Texts> = Mutex::new(Texts { kept: Kept::new(), current: None });
+/// How many read what tags stand for that an engine told them: nothing is swept meanwhile.
+static READERS: AtomicUsize = AtomicUsize::new(0);
 
-/// Every text set so far, each once; numbers begin at one.
-#[derive(Debug, Default)]
+/// The texts set so far that are still referred to.
+#[derive(Debug)]
 struct Texts {
-    numbers: FxHashMap<String, u32>,
-    texts: Vec<String>,
+    kept: Kept<str>,
+    /// What is noted beside every allocation now.
+    current: Option<Numbered<str>>,
 }
 
 /// The level in force.
@@ -62,11 +73,31 @@ pub(crate) fn set_level(level: Level) {
     LEVEL.store(level as u8, Ordering::Relaxed);
 }
 
+/// A tag, with what it stands for: that stays as long as this, so it is dropped when the engine has the tag.
+#[derive(Debug, Default)]
+pub(crate) struct Noted {
+    stack: Option<Numbered<Stack>>,
+    text: Option<Numbered<str>>,
+}
+
+impl Noted {
+    pub(crate) fn tag(&self) -> Context {
+        let stack = self.stack.as_ref().map_or(0, |(number, _)| number.get());
+        let text = self.text.as_ref().map_or(0, |(number, _)| number.get());
+        Context(u64::from(text) << 32 | u64::from(stack))
+    }
+}
+
 /// The tag for an event that gets a stack from `least` on. With nothing recorded it costs two loads.
-pub(crate) fn context(least: Level) -> Context {
+pub(crate) fn note(least: Level) -> Noted {
     let stack = if level() >= least { stacks::gather() } else { None };
-    let stack = stack.map_or(0, |id| id.0.get());
-    Context(u64::from(METADATA.load(Ordering::Relaxed)) << 32 | u64::from(stack))
+    let text = if HAS_METADATA.load(Ordering::Relaxed) { current() } else { None };
+    Noted { stack, text }
+}
+
+#[cold]
+fn current() -> Option<Numbered<str>> {
+    lock(&TEXTS).current.clone()
 }
 
 /// The stack in a tag.
@@ -75,38 +106,92 @@ pub(crate) fn stack_of(context: Context) -> Option<StackId> {
     NonZeroU32::new(context.0 as u32).map(StackId)
 }
 
+fn text_of(context: Context) -> Option<NonZeroU32> {
+    u32::try_from(context.0 >> 32).ok().and_then(NonZeroU32::new)
+}
+
 /// The metadata in a tag; empty if there was none.
 pub(crate) fn metadata_of(context: Context) -> String {
-    metadata_text(u32::try_from(context.0 >> 32).unwrap_or(0))
+    let text = text_of(context).and_then(|number| lock(&TEXTS).kept.get(number));
+    text.map(|text| text.to_string()).unwrap_or_default()
 }
 
 /// Notes `text` beside every allocation from now on; an empty text ends that.
-pub(crate) fn set_metadata(text: &str) {
-    if text.is_empty() {
-        METADATA.store(0, Ordering::Relaxed);
-        return;
+pub(crate) fn set_metadata(py: Python<'_>, text: &str) {
+    let is_full = {
+        let mut texts = lock(&TEXTS);
+        let Texts { kept, current } = &mut *texts;
+        *current = if text.is_empty() {
+            None
+        } else {
+            kept.find(text).or_else(|| kept.add(Arc::from(text)))
+        };
+        HAS_METADATA.store(current.is_some(), Ordering::Relaxed);
+        kept.is_full()
+    };
+    if is_full {
+        sweep(py);
     }
-    let mut texts = TEXTS.lock().unwrap_or_else(PoisonError::into_inner);
-    let Texts { numbers, texts } = texts.get_or_insert_default();
-    let number = numbers.get(text).copied().unwrap_or_else(|| {
-        texts.push(text.to_owned());
-        let number = u32::try_from(texts.len()).unwrap_or(0);
-        numbers.insert(text.to_owned(), number);
-        number
-    });
-    METADATA.store(number, Ordering::Relaxed);
 }
 
 /// What is noted beside every allocation now.
 pub(crate) fn metadata() -> String {
-    metadata_text(METADATA.load(Ordering::Relaxed))
+    current().map(|(_, text)| text.to_string()).unwrap_or_default()
 }
 
-fn metadata_text(number: u32) -> String {
-    if number == 0 {
-        return String::new();
+/// Somebody reads what tags stand for, until this is dropped: what was there when it began stays.
+#[derive(Debug)]
+pub(crate) struct Reading(());
+
+impl Reading {
+    /// To be called before an engine is asked.
+    pub(crate) fn begin() -> Self {
+        READERS.fetch_add(1, Ordering::SeqCst);
+        Self(())
     }
-    let texts = TEXTS.lock().unwrap_or_else(PoisonError::into_inner);
-    let texts = texts.as_ref().map(|texts| &texts.texts);
-    texts.and_then(|texts| texts.get(number as usize - 1)).cloned().unwrap_or_default()
+}
+
+impl Drop for Reading {
+    fn drop(&mut self) {
+        READERS.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+/// How many stacks and texts are kept.
+pub(crate) fn kept() -> (usize, usize) {
+    (stacks::kept(), lock(&TEXTS).kept.len())
+}
+
+/// Forgets the stacks and texts that nobody refers to any more. Takes the lock of every engine in turn, so none may be
+/// held; code that went with its last stack may have Python run something.
+#[cold]
+pub(crate) fn sweep(py: Python<'_>) {
+    if kept() == (0, 0) {
+        return;
+    }
+    let of_stacks = stacks::begin_sweep();
+    let of_texts = lock(&TEXTS).kept.begin_sweep();
+    let mut stacks_used = FxHashSet::default();
+    let mut texts_used = FxHashSet::default();
+    let mut looked_at = 0;
+    for (_, engine) in devices().made() {
+        let mut before = Context::NONE;
+        engine.contexts_in_use(|tag| {
+            looked_at += 1;
+            // The same ones often come one after another.
+            if std::mem::replace(&mut before, tag) != tag {
+                stacks_used.extend(stack_of(tag).map(|stack| stack.0));
+                texts_used.extend(text_of(tag));
+            }
+        });
+    }
+    // Who begins to read from here on finds in an engine only what was used above, or is on its way since.
+    if READERS.load(Ordering::SeqCst) > 0 {
+        stacks::give_up_sweep(of_stacks);
+        lock(&TEXTS).kept.give_up_sweep(of_texts);
+        return;
+    }
+    // Dropped with the lock let go.
+    let _texts = lock(&TEXTS).kept.end_sweep(of_texts, &texts_used, looked_at);
+    stacks::end_sweep(py, of_stacks, &stacks_used, looked_at);
 }

@@ -8,7 +8,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 use rustc_hash::FxHashMap;
 
-use crate::recorder::{self, Level};
+use crate::recorder::{self, Level, Reading};
 use crate::stacks::{self, StackId};
 use crate::{gil, plugin};
 
@@ -18,6 +18,7 @@ pub(crate) fn snapshot(
     only: Option<PoolId>,
     with_traces: bool,
 ) -> PyResult<Bound<'_, PyDict>> {
+    let _reading = Reading::begin();
     let mut writer = Writer { py, frames: FxHashMap::default() };
     let segments = PyList::empty(py);
     let mut traces = Vec::new();

@@ -1,8 +1,8 @@
-//! Python stacks, gathered at an allocation and kept once each.
+//! Python stacks, gathered at an allocation and kept once each, while somebody refers to them.
 //!
 //! Gathering notes only which code runs and where in it; names and lines are looked up when somebody
 //! reads them. Every distinct stack has a number, so that an event carries a number and no stack. The
-//! code objects of kept stacks stay alive, so that their addresses stay theirs.
+//! code objects of kept stacks stay alive, so that their addresses stay theirs. What is kept is swept by `recorder.rs`.
 //!
 //! Three functions of the interpreter that this takes are outside the stable interface, and are looked up
 //! at run time; where one is missing, the attribute of the same meaning is read.
@@ -11,15 +11,16 @@ use std::cell::Cell;
 use std::ffi::{CStr, c_int};
 use std::num::NonZeroU32;
 use std::ptr::NonNull;
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock};
 
 use pyo3::ffi::{self, PyFrameObject, PyObject};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
-use rustc_hash::FxHashMap;
+use rustc_hash::FxHashSet;
 
-use crate::gil;
+use crate::kept::{Kept, Numbered, Sweep};
 use crate::symbols::Loaded;
+use crate::{gil, lock, recorder};
 
 /// The number of a kept stack.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -27,27 +28,21 @@ pub(crate) struct StackId(pub(crate) NonZeroU32);
 
 /// Frames beyond this are left out, the outermost first.
 const MAX_FRAMES: usize = 256;
-/// More distinct stacks than any program has; past it new ones are not kept.
-const MAX_STACKS: usize = 1 << 22;
 
 /// Code, by the address of its object, and the offset of the instruction in it.
 type Frame = (usize, c_int);
 
-#[derive(Debug, Default)]
-struct Table {
-    ids: FxHashMap<Box<[Frame]>, StackId>,
-    stacks: Vec<Box<[Frame]>>,
-}
+/// A stack, innermost frame first. One that is kept has a reference to the code of each frame.
+pub(crate) type Stack = [Frame];
 
-static TABLE: Mutex<Option<Table>> = Mutex::new(None);
+static STACKS: Mutex<Kept<Stack>> = Mutex::new(Kept::new());
 
 thread_local! {
     static FRAMES: Cell<Vec<Frame>> = const { Cell::new(Vec::new()) };
 }
 
-/// The stack of this thread, innermost frame first; none if no Python runs on it. Takes the
-/// interpreter's lock, so no other lock may be held.
-pub(crate) fn gather() -> Option<StackId> {
+/// The stack of this thread; none if no Python runs on it. Takes the interpreter's lock, so no other lock may be held.
+pub(crate) fn gather() -> Option<Numbered<Stack>> {
     if !gil::is_running() {
         return None;
     }
@@ -57,9 +52,12 @@ pub(crate) fn gather() -> Option<StackId> {
         let mut frames = FRAMES.try_with(Cell::take).unwrap_or_default();
         frames.clear();
         walk(py, &mut frames);
-        let id = if frames.is_empty() { None } else { keep(&frames) };
+        let kept = if frames.is_empty() { None } else { keep(&frames) };
         let _ = FRAMES.try_with(|kept| kept.set(frames));
-        id
+        if kept.is_some() && lock(&STACKS).is_full() {
+            recorder::sweep(py);
+        }
+        kept
     })
 }
 
@@ -85,35 +83,63 @@ fn walk(py: Python<'_>, frames: &mut Vec<Frame>) {
     }
 }
 
-/// The number of a stack; a new one takes over the references to its code.
-fn keep(frames: &[Frame]) -> Option<StackId> {
-    let mut table = TABLE.lock().unwrap_or_else(PoisonError::into_inner);
-    let table = table.get_or_insert_default();
-    let known = table.ids.get(frames).copied();
-    if known.is_none() && table.stacks.len() < MAX_STACKS {
-        let id =
-            u32::try_from(table.stacks.len() + 1).ok().and_then(NonZeroU32::new).map(StackId)?;
-        table.stacks.push(frames.into());
-        table.ids.insert(frames.into(), id);
-        return Some(id);
-    }
+/// A stack with its number; a new one takes over the references to its code.
+fn keep(frames: &Stack) -> Option<Numbered<Stack>> {
+    let known = {
+        let mut stacks = lock(&STACKS);
+        let known = stacks.find(frames);
+        if known.is_none()
+            && let Some(new) = stacks.add(frames.into())
+        {
+            return Some(new);
+        }
+        known
+    };
+    release(frames);
+    known
+}
+
+/// Gives up the references to the code of these frames, which were ours. The interpreter's lock is held, and none of ours:
+/// code that goes may have Python run something.
+fn release(frames: &Stack) {
     for &(code, _) in frames {
-        // SAFETY: `walk` took a reference, which nobody keeps. It is not the last: the frame has one.
+        // SAFETY: the caller has a reference, which nobody uses after this, and holds the interpreter's lock.
         unsafe { ffi::Py_DecRef(object(code)) };
     }
-    known
+}
+
+/// How many stacks are kept.
+pub(crate) fn kept() -> usize {
+    lock(&STACKS).len()
+}
+
+/// Begins to forget the stacks that nobody refers to.
+pub(crate) fn begin_sweep() -> Sweep {
+    lock(&STACKS).begin_sweep()
+}
+
+/// Forgets all but those used, of which `looked_at` tags told, and those asked for since.
+pub(crate) fn end_sweep(
+    _py: Python<'_>,
+    sweep: Sweep,
+    used: &FxHashSet<NonZeroU32>,
+    looked_at: usize,
+) {
+    let gone = lock(&STACKS).end_sweep(sweep, used, looked_at);
+    gone.iter().for_each(|stack| release(stack));
+}
+
+/// Forgets none this time.
+pub(crate) fn give_up_sweep(sweep: Sweep) {
+    lock(&STACKS).give_up_sweep(sweep);
 }
 
 /// The frames of a kept stack as Python sees them: a list of `filename`, `line` and `name`.
 pub(crate) fn show(py: Python<'_>, id: StackId) -> PyResult<Bound<'_, PyList>> {
     let list = PyList::empty(py);
-    // Copied: Python runs below, and no lock of ours may be held while it does.
-    let frames = {
-        let table = TABLE.lock().unwrap_or_else(PoisonError::into_inner);
-        let stacks = table.as_ref().map(|table| &table.stacks);
-        stacks.and_then(|stacks| stacks.get(id.0.get() as usize - 1).cloned())
-    };
-    for (code, instruction) in frames.into_iter().flatten() {
+    // Python runs below, and no lock of ours may be held while it does. As long as we have the stack, nobody sweeps it.
+    let stack: Option<Arc<Stack>> = lock(&STACKS).get(id.0);
+    for &(code, instruction) in stack.iter().flat_map(|stack| stack.iter()) {
         // SAFETY: kept stacks hold a reference to their code, and the lock is held.
         let code = unsafe { Bound::from_borrowed_ptr(py, object(code)) };
         let frame = PyDict::new(py);
