@@ -90,6 +90,8 @@ pub use owner::{
     note_waiting_in_callback, priority, set_budget, set_followers, set_priority, set_skipped_rungs,
     skipped_rungs,
 };
+#[doc(hidden)]
+pub use owner::{OwnersHeld, hold_owners};
 pub use policy::Policy;
 pub use pool::PoolId;
 pub use private::StreamFilter;

@@ -345,6 +345,22 @@ fn owners() -> MutexGuard<'static, Owners> {
     OWNERS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+/// The lock of threads and tasks, held until this is dropped.
+#[doc(hidden)]
+#[derive(Debug)]
+pub struct OwnersHeld(
+    #[expect(dead_code, reason = "held for its drop")] MutexGuard<'static, Owners>,
+);
+
+/// Holds the lock of threads and tasks: for a process that is about to fork. In the child the thread that held it at that
+/// moment would be no more, and the first to begin or end there, or to ask for whom it works, would wait for ever. Nothing is
+/// waited for with this lock held, so it may be taken last, whatever else is held.
+#[doc(hidden)]
+#[must_use]
+pub fn hold_owners() -> OwnersHeld {
+    OwnersHeld(owners())
+}
+
 impl Owners {
     fn open(&mut self, kind: Kind, name: Option<String>) -> Owner {
         loop {

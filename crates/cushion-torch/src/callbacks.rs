@@ -34,6 +34,11 @@ struct Registered {
 static CALLBACKS: Mutex<BTreeMap<u64, Registered>> = Mutex::new(BTreeMap::new());
 static NUMBERS: AtomicU64 = AtomicU64::new(0);
 
+/// Holds what is registered here, while this process forks.
+pub(crate) fn hold() -> impl Sized + 'static {
+    (lock(&CALLBACKS), lock(&LAST_CALLS), lock(&EXPECTING))
+}
+
 fn next_number() -> u64 {
     NUMBERS.fetch_add(1, Ordering::Relaxed) + 1
 }

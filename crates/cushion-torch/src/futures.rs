@@ -57,6 +57,11 @@ struct Executor {
 
 static EXECUTOR: OnceLock<Executor> = OnceLock::new();
 
+/// Holds the requests to go on with, while this process forks.
+pub(crate) fn hold() -> impl Sized + 'static {
+    EXECUTOR.get().map(|executor| lock(&executor.ready))
+}
+
 impl Wake for Task {
     fn wake(self: Arc<Self>) {
         if self.queued.swap(true, Ordering::AcqRel) {

@@ -6,7 +6,7 @@
 //!   that comes with one of them.
 //! - `throw.rs`, `refusal.rs`, `message.rs`: what a refused allocation raises and says.
 //! - `callbacks.rs`, `receipts.rs`, `futures.rs`: what a program has to do with shortages.
-//! - `gil.rs`, `threads.rs`: how all of this lives in a Python process.
+//! - `gil.rs`, `threads.rs`, `fork.rs`: how all of this lives in a Python process.
 //! - `recorder.rs`, `stacks.rs`, `kept.rs`, `snapshot.rs`: history, with Python stacks.
 //! - `profiler.rs`: reports to `torch.profiler`. `symbols.rs`: finding what others have loaded.
 
@@ -14,6 +14,7 @@
 
 mod abi;
 mod callbacks;
+mod fork;
 mod function;
 mod futures;
 mod gil;
@@ -77,6 +78,7 @@ mod _cushion {
 
     #[pymodule_init]
     fn init(_module: &Bound<'_, PyModule>) -> PyResult<()> {
+        super::fork::begin();
         super::receipts::begin();
         Ok(())
     }

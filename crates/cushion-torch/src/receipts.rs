@@ -111,6 +111,11 @@ pub(crate) fn keep_receipts(py: Python<'_>, count: usize) -> PyResult<()> {
 
 static OBSERVER: Mutex<Option<Py<PyAny>>> = Mutex::new(None);
 
+/// Holds the observer, while this process forks.
+pub(crate) fn hold() -> impl Sized + 'static {
+    lock(&OBSERVER)
+}
+
 /// Calls `observer(text)` with every receipt from now on, on the thread that was short of memory; `None` ends it.
 #[pyfunction]
 #[pyo3(signature = (observer=None))]

@@ -58,6 +58,11 @@ struct Texts {
     current: Option<Numbered<str>>,
 }
 
+/// Holds the texts, while this process forks.
+pub(crate) fn hold() -> impl Sized + 'static {
+    lock(&TEXTS)
+}
+
 /// The level in force.
 pub(crate) fn level() -> Level {
     match LEVEL.load(Ordering::Relaxed) {

@@ -18,6 +18,11 @@ const PATIENCE: Duration = Duration::from_secs(2);
 
 static OBSERVERS: Mutex<Vec<Py<PyAny>>> = Mutex::new(Vec::new());
 
+/// Holds the observers, while this process forks.
+pub(crate) fn hold() -> impl Sized + 'static {
+    lock(&OBSERVERS)
+}
+
 /// Calls `observer(device, bytes, limit, free)` at every refusal from now on, before the error is raised.
 pub(crate) fn observe(observer: Py<PyAny>) {
     lock(&OBSERVERS).push(observer);

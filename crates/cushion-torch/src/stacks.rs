@@ -108,6 +108,11 @@ fn release(frames: &Stack) {
     }
 }
 
+/// Holds the stacks, while this process forks.
+pub(crate) fn hold() -> impl Sized + 'static {
+    lock(&STACKS)
+}
+
 /// How many stacks are kept.
 pub(crate) fn kept() -> usize {
     lock(&STACKS).len()

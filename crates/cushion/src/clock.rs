@@ -75,6 +75,11 @@ static ALARMS: Alarms = Alarms {
     thread: Once::new(),
 };
 
+/// Holds the list of alarms, while this process forks.
+pub(crate) fn hold_alarms() -> impl Sized + 'static {
+    ALARMS.waiting()
+}
+
 impl Alarms {
     fn waiting(&self) -> MutexGuard<'_, Waiting> {
         self.waiting.lock().unwrap_or_else(PoisonError::into_inner)

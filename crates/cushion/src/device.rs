@@ -13,7 +13,7 @@ use crate::devices::{DeviceEngine, devices};
 use crate::driver::DeviceDriver;
 use crate::error::Error;
 use crate::stream::{AsStream, Stream};
-use crate::trim;
+use crate::{fork, trim};
 
 /// A GPU, or a simulated one, with its caching allocator. Cheap to clone, and every clone is the same device;
 /// `Send` and `Sync`.
@@ -305,6 +305,7 @@ impl DeviceBuilder {
     }
 
     fn over(self, driver: DeviceDriver) -> Device {
+        fork::watch();
         let config = EngineConfig {
             options: self.options,
             ladder: Ladder::Graceful,

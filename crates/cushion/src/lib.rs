@@ -132,6 +132,8 @@ pub use device::{CacheStats, Device, DeviceBuilder};
 pub use devices::{DeviceEngine, DeviceError, Devices, HistoryPlan, MAX_DEVICES, devices};
 pub use driver::DeviceDriver;
 pub use error::Error;
+#[doc(hidden)]
+pub use fork::hold_in_forks;
 pub use receipts::{LostReceipts, lost_receipts, write_receipts};
 pub use shortage::{BufferFuture, inject};
 pub use stream::{AsStream, Stream};

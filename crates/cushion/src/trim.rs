@@ -21,6 +21,11 @@ fn own() -> MutexGuard<'static, Vec<Weak<DeviceEngine>>> {
     OWN.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+/// Holds the list of those engines, while this process forks.
+pub(crate) fn hold() -> impl Sized + 'static {
+    own()
+}
+
 /// Looks after an engine that is not the process's, too.
 pub(crate) fn begin_with(engine: &Arc<DeviceEngine>) {
     own().push(Arc::downgrade(engine));
