@@ -93,7 +93,8 @@ pub struct EngineConfig {
     pub options: Options,
     /// The ladder.
     pub ladder: Ladder,
-    /// The clock of history, budgets and backoff.
+    /// The clock of history, budgets and backoff. By default one of virtual time, on which nothing waits: for simulated
+    /// devices only.
     pub clock: Arc<dyn Clock>,
     /// How long requests have waited so far; engines of one process share it.
     pub waited: Waited,
@@ -111,7 +112,8 @@ impl Default for EngineConfig {
 }
 
 impl<D: Driver> Engine<D> {
-    /// An engine with default options.
+    /// An engine with default options, on virtual time: what would wait returns at once. For a real device give
+    /// [`with_config`](Self::with_config) a clock of real time; the crate `cushion` does.
     pub fn new(driver: D) -> Self {
         Self::with_config(driver, EngineConfig::default())
     }

@@ -51,8 +51,9 @@ pub struct Options {
     pub garbage_collection_threshold: f64,
     /// Whether segments grow in place instead of being fixed when they are made.
     pub expandable_segments: bool,
-    /// `paged` (ours): pages with a home each, and second addresses that put free pieces side by side; takes
-    /// precedence over `expandable_segments`. With neither, memory is laid out in segments.
+    /// `paged` (ours): pages with a home each, and second addresses that put free pieces side by side. It is the
+    /// default, so with both set `expandable_segments` counts ([`Policy::of`]); a conf string that has both `True` sets
+    /// this one alone. With neither, memory is laid out in segments.
     pub paged: bool,
     /// The size of the largest pages under `paged`.
     pub page_size: u64,
@@ -572,6 +573,12 @@ mod tests {
         for key in ["expandable_segments", "paged", key] {
             refused(key, &["true", "TRUE", "1", "0", "yes", "Truee", "[True]"]);
         }
+    }
+
+    #[test]
+    fn of_two_fields_that_ask_for_a_policy_the_one_that_is_no_default_counts() {
+        let both = Options { expandable_segments: true, paged: true, ..Options::DEFAULT };
+        assert_eq!(Policy::of(&both), Policy::Expandable);
     }
 
     #[test]

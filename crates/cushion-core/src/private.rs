@@ -84,7 +84,8 @@ impl<D: Driver> Engine<D> {
         Ok(())
     }
 
-    /// Blocks of `pool` are not split from now on.
+    /// Blocks of `pool` are not split from now on. Under the policy `paged` it changes nothing: a free block that is too
+    /// large serves a part there, and the rest of its pages stays free for others.
     pub fn set_no_split(&self, pool: PoolId) -> Result<(), PoolError> {
         let mut state = self.lock();
         let private = state.pools.private.get_mut(&pool).ok_or(PoolError::Unknown(pool))?;

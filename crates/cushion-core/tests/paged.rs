@@ -311,6 +311,20 @@ mod tests {
         }
     }
 
+    #[test]
+    fn a_pool_without_splits_is_split_all_the_same() {
+        let gpu = gpu(8192, PAGED);
+        gpu.create_pool(POOL).unwrap();
+        gpu.set_no_split(POOL).unwrap();
+        gpu.begin_allocate_to_pool(POOL, every_stream()).unwrap();
+        let large = take(&gpu, 40 * MIB, S0);
+        gpu.free(large).unwrap();
+        let held = gpu.driver().held();
+        let parts = [(); 2].map(|()| take(&gpu, 20 * MIB, S0));
+        assert_eq!(parts.map(|part| gpu.size_of(part).unwrap().0), [20 * MIB; 2]);
+        assert_eq!(gpu.driver().held(), held, "the rest served the second");
+    }
+
     // ---- near the limit ----
 
     #[test]

@@ -10,11 +10,20 @@
 //! (the library). Beside them, `processes.rs` tells which other processes hold memory of a device, through
 //! a second library of the driver's (`nvml.rs`).
 //!
+//! An engine over it needs a clock of real time: on the default one, which is virtual, a request that should wait for
+//! memory would be refused at once. The one below is for threads that block; the crate `cushion` puts all of this together,
+//! with a clock that futures can wait on, too.
+//!
 //! ```no_run
-//! use cushion_core::{Engine, StreamId};
+//! use std::sync::Arc;
+//!
+//! use cushion_core::testing::RealClock;
+//! use cushion_core::{Engine, EngineConfig, StreamId};
 //! use cushion_cuda::CudaDriver;
 //!
-//! let gpu = Engine::new(CudaDriver::new(0)?);
+//! let clock = Arc::new(RealClock::default());
+//! let config = EngineConfig { clock, ..EngineConfig::default() };
+//! let gpu = Engine::with_config(CudaDriver::new(0)?, config);
 //! let address = gpu.alloc(3 << 20, StreamId(0))?;
 //! gpu.free(address)?;
 //! # Ok::<(), Box<dyn std::error::Error>>(())
