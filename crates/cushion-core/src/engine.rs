@@ -1,6 +1,7 @@
 //! The front door: one engine per device.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, TryLockError};
 
 use rustc_hash::FxHashMap;
@@ -55,6 +56,8 @@ pub struct Engine<D: Driver> {
     pub(crate) counters: Counters,
     lanes: Lanes,
     state: Mutex<State>,
+    /// How often the lock above was taken.
+    times_locked: AtomicU64,
     /// Read by those who let the driver wait without the lock above, which a capture forbids; written by
     /// those after whom a capture may begin. Taken before the lock above.
     pub(crate) captures: RwLock<()>,
@@ -159,6 +162,7 @@ impl<D: Driver> Engine<D> {
             counters,
             lanes: Lanes::default(),
             state: Mutex::new(state),
+            times_locked: AtomicU64::new(0),
             captures: RwLock::new(()),
             callbacks: Callbacks::default(),
             receipts: Receipts::default(),
@@ -186,14 +190,26 @@ impl<D: Driver> Engine<D> {
     pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
         const LOOKS: u32 = 60;
         const PAUSES: u32 = 10;
-        for _ in 0..LOOKS {
-            match self.state.try_lock() {
-                Ok(guard) => return guard,
-                Err(TryLockError::Poisoned(poisoned)) => return poisoned.into_inner(),
-                Err(TryLockError::WouldBlock) => (0..PAUSES).for_each(|_| std::hint::spin_loop()),
+        let look = |_| match self.state.try_lock() {
+            Ok(guard) => Some(guard),
+            Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
+            Err(TryLockError::WouldBlock) => {
+                (0..PAUSES).for_each(|_| std::hint::spin_loop());
+                None
             }
-        }
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        };
+        let guard = (0..LOOKS).find_map(look);
+        let guard =
+            guard.unwrap_or_else(|| self.state.lock().unwrap_or_else(PoisonError::into_inner));
+        // Under the lock nobody else counts.
+        self.times_locked.store(self.times_locked.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
+        guard
+    }
+
+    /// How often the lock was taken so far: for tests of what is done in one hold. Takes no lock.
+    #[doc(hidden)]
+    pub fn times_locked(&self) -> u64 {
+        self.times_locked.load(Ordering::Relaxed)
     }
 
     /// Until this is dropped, allocations do not begin to go to a private pool, so that no capture begins.

@@ -87,7 +87,9 @@ impl<D: Driver> Locked<'_, D> {
                 let block = &self.state.blocks[id];
                 // Another policy may have had the addresses since.
                 let is_home = self.state.segments[block.segment].backing == Backing::Homes;
-                let fits = address + request.size <= block.end();
+                // A size near the largest number was never served, but another moment may have the same name.
+                let end = address.checked_add(request.size);
+                let fits = end.is_some_and(|end| end <= block.end());
                 (fits && is_home).then_some(Found::Piece { block: id, address })
             }
             Place::Range(range) => self.can_lend(range, request).then_some(Found::Range(range)),

@@ -12,6 +12,7 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use crate::block::{BlockId, BlockState};
 use crate::driver::{Driver, DriverResult, EventId, PageHandle, StreamId};
+use crate::engine::Engine;
 use crate::growth::unless_full;
 use crate::history::Context;
 use crate::locked::{Locked, State};
@@ -83,6 +84,8 @@ pub(crate) struct Stitches {
     retiring: VecDeque<(Marked, Vec<StitchId>)>,
     /// Retired and not in use, waiting for their stream to come by.
     retired: Vec<StitchId>,
+    /// How many a stream may have, if that is less than usual: for tests.
+    most: Option<usize>,
     /// How often a range was handed out.
     clock: u64,
     count: usize,
@@ -158,6 +161,11 @@ impl Stitches {
         waiting.chain(&self.retired).map(|&id| self.table[id].bytes).sum()
     }
 
+    /// How many ranges a stream has at most.
+    fn most_ranges(&self) -> usize {
+        self.most.unwrap_or(MOST_RANGES)
+    }
+
     /// How many ranges of a stream may be used again, but for those that are kept.
     fn count_of(&self, stream: StreamId, is_kept: impl Fn(PoolIndex) -> bool) -> usize {
         let families = self.families.iter();
@@ -206,6 +214,14 @@ impl Stitches {
         let ranges = its_own.flat_map(|(_, ranges)| ranges.iter().map(|&(_, id)| id));
         let idle = ranges.filter(|&id| !self.table[id].is_in_use());
         idle.min_by_key(|&id| self.table[id].used)
+    }
+}
+
+impl<D: Driver> Engine<D> {
+    /// Limits the ranges of a stream to fewer than usual: for tests that are to reach the limit.
+    #[doc(hidden)]
+    pub fn set_most_ranges(&self, most: usize) {
+        self.lock().stitches.most = Some(most);
     }
 }
 
@@ -485,7 +501,8 @@ impl<D: Driver> Locked<'_, D> {
             let is_kept = |pool: PoolIndex| pools[pool].id != PoolId::DEFAULT;
             let (mut count, going) = (stitches.count_of(stream, is_kept), stitches.going());
             let mut addresses = stitches.addresses - going;
-            while count >= MOST_RANGES || addresses > most_addresses {
+            let most = stitches.most_ranges();
+            while count >= most || addresses > most_addresses {
                 let Some(oldest) = stitches.oldest(stream, is_kept) else { break };
                 count -= 1;
                 addresses -= stitches.get(oldest).bytes;
@@ -496,7 +513,7 @@ impl<D: Driver> Locked<'_, D> {
             }
         }
         let stitches = &self.state.stitches;
-        stitches.count_of(stream, |_| false) < 2 * MOST_RANGES
+        stitches.count_of(stream, |_| false) < 2 * stitches.most_ranges()
             && stitches.addresses / 2 < most_addresses
     }
 

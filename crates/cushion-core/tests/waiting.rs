@@ -190,7 +190,7 @@ mod tests {
             let gpu = real_gpu(100, &format!("{PATIENT},{conf}"));
             let held = take(&gpu, 60 * MIB, S0);
             let cached = [take(&gpu, 4096, S1), take(&gpu, 3 * MIB, S1)];
-            cached.map(|address| gpu.free(address).unwrap());
+            cached.into_iter().for_each(|address| gpu.free(address).unwrap());
             std::thread::scope(|scope| {
                 let first = scope.spawn(|| gpu.alloc(90 * MIB, S0));
                 until_waiting(&gpu, 1);

@@ -131,13 +131,18 @@ impl<D: Driver> Engine<D> {
         Ok(served?.map_or(Visit::Left(Ended::Nothing), |address| Visit::Served(address, 0)))
     }
 
+    /// Completes frees of memory that a stream used which may be gone: nothing less than the device can be waited for.
+    fn finish_awaiting_device(&self, climb: &Climb) -> DriverResult<()> {
+        if self.locked(|engine| engine.state.pending.awaits_device()) {
+            self.outside_capture(climb, || self.wait_for_device()).transpose()?;
+        }
+        Ok(())
+    }
+
     /// Waits for just enough pending frees: until a free block serves the request, or giving memory back
     /// would make room.
     pub(super) fn wait_for_events(&self, climb: &mut Climb) -> DriverResult<Visit> {
-        if self.locked(|engine| engine.state.pending.awaits_device()) {
-            // A stream that may be gone used them: nothing less than the device can be waited for.
-            self.outside_capture(climb, || self.wait_for_device()).transpose()?;
-        }
+        self.finish_awaiting_device(climb)?;
         let now = self.clock.now();
         let left = self.may_wait(climb, now);
         self.locked(|mut engine| {
@@ -343,6 +348,7 @@ impl<D: Driver> Engine<D> {
     }
 
     pub(super) fn spill(&self, climb: &Climb) -> DriverResult<Visit> {
+        self.finish_awaiting_device(climb)?;
         self.locked(|mut engine| {
             if engine.is_recording() {
                 return Ok(Visit::Left(Ended::Illegal));
