@@ -391,11 +391,22 @@ impl<D: Driver> Engine<D> {
 
     /// Frees what other streams are done with. Allocations do this themselves.
     pub fn process_events(&self) -> Result<(), DriverError> {
-        self.changing(
-            |mut engine| {
-                if engine.is_recording() { Ok(()) } else { engine.process_events() }
-            },
-        )
+        let completed = self.complete_frees();
+        self.wake();
+        completed.map(drop)
+    }
+
+    /// Completes the frees that other streams are done with, all of them, some at a time; returns their bytes, or
+    /// `None` while a capture may be under way.
+    pub(crate) fn complete_frees(&self) -> Result<Option<u64>, DriverError> {
+        let mut won = 0;
+        for _ in 0..self.locked(|engine| engine.state.pending.rounds()).max(1) {
+            match self.locked(|mut engine| engine.complete_frees())? {
+                Some(more) => won += more,
+                None => return Ok(None),
+            }
+        }
+        Ok(Some(won))
     }
 
     /// Gives everything cached back to the driver; waits for pending frees first.

@@ -156,7 +156,7 @@ impl<D: Driver> Locked<'_, D> {
         }
         let request = self.request(asked.bytes, asked.stream, owner);
         let policy = self.state.policy;
-        let Some(found) = self.search(&request, policy) else { return Ok(Attempt::Miss) };
+        let Some(found) = self.search_all(&request, policy)? else { return Ok(Attempt::Miss) };
         if self.state.attention {
             self.state.queue.passed_over(u64::MAX);
         }
@@ -175,7 +175,7 @@ impl<D: Driver> Locked<'_, D> {
         }
         let request = self.request(bytes, stream, owner);
         let policy = self.state.policy;
-        if let Some(found) = self.search(&request, policy) {
+        if let Some(found) = self.search_all(&request, policy)? {
             self.counters.hits.add(1);
             return Ok(Some(self.hand_out(found, policy, &request, context)));
         }
@@ -259,6 +259,17 @@ impl<D: Driver> Locked<'_, D> {
             pool: self.pool_for(small, stream),
             small,
             owner,
+        }
+    }
+
+    /// As [`search`](Self::search), also among what is free as soon as somebody asks.
+    fn search_all(&mut self, request: &Request, policy: Policy) -> DriverResult<Option<Found>> {
+        match self.search(request, policy) {
+            None if self.state.pending.has_more() && !self.is_recording() => {
+                self.process_many_events()?;
+                Ok(self.find(request, policy))
+            }
+            found => Ok(found),
         }
     }
 
