@@ -19,8 +19,16 @@ use crate::stats::LaneFigures;
 #[derive(Debug)]
 pub(super) struct Figures {
     shortage: Shortage,
+    held: Held,
+}
+
+/// Who holds what.
+#[derive(Debug)]
+struct Held {
     groups: Vec<Group>,
     holders: Vec<Holder>,
+    /// All that had been allocated and freed so far: as long as that is the same, so is this.
+    as_of: [u64; 3],
 }
 
 impl<D: Driver> Engine<D> {
@@ -30,7 +38,7 @@ impl<D: Driver> Engine<D> {
         let figures = self.locked(|engine| {
             engine.state.queue.begin_climb();
             engine.state.pay_attention();
-            let figures = engine.figures(climb);
+            let figures = engine.figures(climb, None);
             climb.seen = Some(engine.seen(figures.shortage.device_free));
             figures
         });
@@ -128,8 +136,11 @@ impl<D: Driver> Engine<D> {
             }
             engine.state.pay_attention();
             // What was held when it fell short, if it was served; else what is held now.
-            let before = climb.figures.take().filter(|_| outcome.is_survived());
-            let mut figures = before.map_or_else(|| engine.figures(climb), |figures| *figures);
+            let before = climb.figures.take();
+            let mut figures = match before {
+                Some(before) if outcome.is_survived() => *before,
+                before => engine.figures(climb, before.map(|before| before.held)),
+            };
             if !outcome.is_survived() {
                 engine.tell_what_helps(climb, &mut figures.shortage);
             }
@@ -139,7 +150,7 @@ impl<D: Driver> Engine<D> {
             (figures, bells)
         });
         ring(bells);
-        let Figures { shortage, groups, holders } = figures;
+        let Figures { shortage, held: Held { groups, holders, .. } } = figures;
         self.receipts.file(Receipt {
             number,
             device: self.device.device,
@@ -199,8 +210,8 @@ impl<D: Driver> Locked<'_, D> {
         Seen { room, available, largest: stats.largest_free_block() }
     }
 
-    /// What is held now, by whom and for what.
-    pub(super) fn figures(&self, climb: &Climb) -> Figures {
+    /// What is held now, by whom and for what. `before` is what was known before, if anything was.
+    fn figures(&self, climb: &Climb, before: Option<Held>) -> Figures {
         let request = self.request_of(climb);
         let stats = self.counters.read(self.lanes);
         let private = |lane: &&LaneFigures| lane.pool != PoolId::DEFAULT;
@@ -232,7 +243,13 @@ impl<D: Driver> Locked<'_, D> {
             budget: climb.deadline.saturating_sub(climb.started),
             tried: Vec::new(),
         };
-        let (groups, holders) = self.who_holds_what();
-        Figures { shortage, groups, holders }
+        // That is a walk over all blocks.
+        let spilled = stats.spilled_allocation.allocated + stats.spilled_allocation.freed;
+        let as_of = [stats.allocation.all.allocated, stats.allocation.all.freed, spilled];
+        let held = before.filter(|before| before.as_of == as_of).unwrap_or_else(|| {
+            let (groups, holders) = self.who_holds_what();
+            Held { groups, holders, as_of }
+        });
+        Figures { shortage, held }
     }
 }
