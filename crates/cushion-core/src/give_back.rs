@@ -51,6 +51,7 @@ impl<D: Driver> Engine<D> {
     /// way. With the id of a private pool, only that one, if nobody uses it. Waits for pending frees first.
     pub(crate) fn give_back_cached(&self, id: PoolId, context: Context) -> DriverResult<()> {
         let given_back = self.give_back_unless_captured(id, context);
+        self.locked(|engine| engine.state.shrink());
         self.wake();
         given_back
     }
@@ -201,9 +202,9 @@ impl<D: Driver> Locked<'_, D> {
         let halves = [self.half(pool, true), self.half(pool, false)];
         let mut halves = halves.into_iter().flatten();
         if self.state.pools.private.contains_key(&pool)
-            && halves.all(|half| self.state.pools[half].segments == 0)
+            && halves.all(|half| self.state.pools[half].segments() == 0)
         {
-            self.state.pools.close_private(pool, self.lanes);
+            self.state.pools.close_private(pool);
         }
     }
 
@@ -548,7 +549,7 @@ impl<D: Driver> Locked<'_, D> {
         *leaving -= bytes;
         let block = blocks.remove(block);
         let (pool, stream) = (block.pool, block.stream);
-        pools[pool].segments -= 1;
+        pools[pool].segment_went(stream, self.lanes);
         let segment = segments.remove(block.segment);
         let context = if context == Context::NONE { segment.context } else { context };
         self.counters.num_device_free.add(1);

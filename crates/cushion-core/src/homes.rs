@@ -39,6 +39,8 @@ pub(crate) struct Homes {
     /// The most that was live, as of the last window.
     pub(crate) high_water: u64,
     pub(crate) windows: Windows,
+    /// Addresses reserved for lanes that pages come and go behind.
+    pub(crate) addresses: u64,
 }
 
 /// A free block that serves a request, or one that can be made.

@@ -136,6 +136,18 @@ impl State {
         self.attention = !self.queue.is_idle() || self.injection.is_some();
     }
 
+    /// Gives back what the tables do not need: for moments at which nobody is in a hurry.
+    pub(crate) fn shrink(&mut self) {
+        self.blocks.shrink();
+        self.segments.shrink();
+        self.stitches.shrink();
+        self.pools.shrink();
+        let live = self.live.len();
+        if self.live.capacity() / 8 > live.max(128) {
+            self.live.shrink_to(2 * live);
+        }
+    }
+
     pub(crate) fn view(&self, device: Properties) -> View<'_> {
         let Self { blocks, segments, pages, options, .. } = self;
         View { blocks, segments, pages, options, device }
