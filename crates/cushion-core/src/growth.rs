@@ -57,6 +57,7 @@ impl<D: Driver> Locked<'_, D> {
             Source::Plain(bytes) => self.plain_segment(bytes, request, policy, context),
             Source::Extend(block) => self.extend(block, request.size, context),
             Source::Reserve { bytes, page_size } => {
+                let bytes = self.addresses_as_pytorch(request, bytes, page_size);
                 let backing = Backing::Pages { page_size };
                 match self.paged_segment(bytes, backing, request, policy, context)? {
                     Some(unmapped) => self.extend(unmapped, request.size, context),
