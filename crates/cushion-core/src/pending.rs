@@ -25,6 +25,9 @@ use crate::pool::PoolId;
 /// are asked each time, as PyTorch does.
 const FEW: usize = 64;
 
+/// How many it asks of more streams than that: each is a look at memory that nobody had in hand for long.
+const SOME: usize = 16;
+
 /// As [`FEW`], for a request that finds no memory, and with the lock held.
 const MANY: usize = 1024;
 
@@ -200,7 +203,8 @@ impl<D: Driver> Locked<'_, D> {
 
     /// Frees blocks whose events have finished, as many as an allocation has the time for. Never waits.
     pub(crate) fn process_events(&mut self) -> DriverResult<()> {
-        self.process_up_to(FEW, FINISHED)
+        let most = if self.state.pending.streams() <= FEW { FEW } else { SOME };
+        self.process_up_to(most, FINISHED)
     }
 
     /// As [`process_events`](Self::process_events), for a request that finds no memory.
