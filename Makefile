@@ -71,8 +71,9 @@ demo: ## recorded runs on simulated cards too small for them: which policy dies,
 picture: demo ## the README's picture, from the demo's report (needs Chromium)
 	@sh scripts/picture.sh demo-out/llama_varlen.html docs/images/report.png
 
-bench: ## speed of the engine, of replay (TRACES=FOLDER for other traces) and of loading
+bench: ## speed of the engine, also where something has grown large, of replay (TRACES=FOLDER for other traces) and of loading
 	@$(CARGO) bench --locked --quiet -p cushion-core --bench engine
+	@$(CARGO) bench --locked --quiet -p cushion-core --bench growth
 	@TRACES="$(TRACES)" $(CARGO) bench --locked --quiet -p cushion-trace --bench replay
 	@$(CARGO) bench --locked --quiet -p cushion-trace --bench load
 

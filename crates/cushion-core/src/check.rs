@@ -5,7 +5,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use crate::block::{Block, BlockId, BlockState};
-use crate::driver::Driver;
+use crate::driver::{Driver, StreamId};
 use crate::locked::{Locked, State};
 use crate::pages::PageUse;
 use crate::pool::{PoolId, PoolIndex};
@@ -69,7 +69,7 @@ impl<D: Driver> Locked<'_, D> {
 
     /// Every segment has one chain, which covers it exactly.
     fn check_segments(&self, chains: &BTreeMap<SegmentId, Vec<BlockId>>) -> Result<(), Violation> {
-        let mut held: BTreeMap<PoolIndex, u32> = BTreeMap::new();
+        let mut held: BTreeMap<(PoolIndex, StreamId), (u32, u64)> = BTreeMap::new();
         let mut ranges = BTreeMap::new();
         for (id, segment) in self.state.segments.iter() {
             let Some(chain) = chains.get(&id) else {
@@ -85,7 +85,12 @@ impl<D: Driver> Locked<'_, D> {
                 first.pool == segment.pool && first.stream == segment.stream,
                 "{segment:?} and its blocks disagree"
             );
-            *held.entry(segment.pool).or_default() += 1;
+            let (count, addresses) = held.entry((segment.pool, segment.stream)).or_default();
+            *count += 1;
+            let is_reserved = matches!(segment.backing, Backing::Pages { .. } | Backing::Homes);
+            if is_reserved && !Self::is_spill(segment.pool) {
+                *addresses += segment.size;
+            }
             // What is on its way back may have been handed out again by the driver.
             if first.state != BlockState::Leaving {
                 ranges.insert(segment.address, segment.end());
@@ -99,20 +104,46 @@ impl<D: Driver> Locked<'_, D> {
         let segments = self.state.segments.iter().count();
         ensure!(chains.len() == segments, "a chain of blocks without a segment");
         for (index, pool) in self.state.pools.iter() {
-            let held = held.get(&index).copied().unwrap_or(0);
-            ensure!(
-                pool.segments == held,
-                "pool {}: {} segments, not {held}",
-                pool.id,
-                pool.segments
-            );
+            let mut of_pool = 0;
+            for (stream, lane) in pool.lanes() {
+                let (count, addresses) = held.remove(&(index, stream)).unwrap_or_default();
+                ensure!(
+                    (lane.segments(), lane.addresses()) == (count, addresses) && count > 0,
+                    "pool {}, stream {stream:?}: {} segments and {} addresses, not {count} and {addresses}",
+                    pool.id,
+                    lane.segments(),
+                    lane.addresses()
+                );
+                of_pool += count;
+            }
+            let segments = pool.segments();
+            ensure!(segments == of_pool, "pool {}: {segments} segments, not {of_pool}", pool.id);
         }
+        ensure!(held.is_empty(), "{held:?} in no lane");
+        let addresses: u64 = self
+            .state
+            .pools
+            .iter()
+            .flat_map(|(_, pool)| pool.lanes())
+            .map(|(_, l)| l.addresses())
+            .sum();
+        ensure!(
+            addresses == self.state.homes.addresses,
+            "{} addresses reserved, a recount gives {addresses}",
+            self.state.homes.addresses
+        );
         Ok(())
     }
 
     /// Every free and every unmapped block is in exactly one index, under its own key.
     fn check_indexes(&self) -> Result<(), Violation> {
         let mut indexed = BTreeSet::new();
+        let mut active = BTreeMap::<_, u64>::new();
+        for (_, block) in self.state.blocks.iter() {
+            if matches!(block.state, BlockState::Live | BlockState::Pending) {
+                *active.entry((block.pool, block.stream)).or_default() += block.size;
+            }
+        }
         for (index, pool) in self.state.pools.iter() {
             for (stream, lane) in pool.lanes() {
                 let mut bytes = 0;
@@ -142,15 +173,7 @@ impl<D: Driver> Locked<'_, D> {
                     );
                     ensure!(indexed.insert(id), "{block:?} is indexed twice");
                 }
-                let active: u64 = self
-                    .state
-                    .blocks
-                    .iter()
-                    .filter(|(_, b)| {
-                        belongs(b) && matches!(b.state, BlockState::Live | BlockState::Pending)
-                    })
-                    .map(|(_, block)| block.size)
-                    .sum();
+                let active = active.get(&(index, stream)).copied().unwrap_or(0);
                 let figures = lane.stats().read();
                 ensure!(
                     (figures.free_bytes, figures.free_blocks, figures.largest_free)

@@ -81,6 +81,28 @@ pub struct PageFigures {
     pub free: u64,
 }
 
+/// How much an engine itself keeps at one moment.
+#[doc(hidden)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Kept {
+    pub lanes: usize,
+    pub lane_figures: usize,
+    pub room_for_lane_figures: usize,
+    pub blocks: usize,
+    pub room_for_blocks: usize,
+    pub segments: usize,
+    pub room_for_segments: usize,
+    pub room_for_ranges: usize,
+    pub room_for_live: usize,
+    /// Streams with frees that are not done.
+    pub pending_streams: usize,
+    /// Blocks looked at so far to learn whether pending ones would serve a request.
+    pub looks_at_pending: u64,
+    /// Addresses reserved for lanes.
+    pub addresses: u64,
+}
+
 /// Wakes those who wait. No lock may be held.
 pub(crate) fn ring(bells: impl IntoIterator<Item = Arc<Bell>>) {
     for bell in bells {
@@ -412,11 +434,22 @@ impl<D: Driver> Engine<D> {
 
     /// Frees what other streams are done with. Allocations do this themselves.
     pub fn process_events(&self) -> Result<(), DriverError> {
-        self.changing(
-            |mut engine| {
-                if engine.is_recording() { Ok(()) } else { engine.process_events() }
-            },
-        )
+        let completed = self.complete_frees();
+        self.wake();
+        completed.map(drop)
+    }
+
+    /// Completes the frees that other streams are done with, all of them, some at a time; returns their bytes, or
+    /// `None` while a capture may be under way.
+    pub(crate) fn complete_frees(&self) -> Result<Option<u64>, DriverError> {
+        let mut won = 0;
+        for _ in 0..self.locked(|engine| engine.state.pending.rounds()).max(1) {
+            match self.locked(|mut engine| engine.complete_frees())? {
+                Some(more) => won += more,
+                None => return Ok(None),
+            }
+        }
+        Ok(Some(won))
     }
 
     /// Gives everything cached back to the driver; waits for pending frees first.
@@ -537,6 +570,34 @@ impl<D: Driver> Engine<D> {
     /// Checks every structure against every other.
     pub fn check_invariants(&self) -> Result<(), Violation> {
         self.locked(|engine| engine.check_invariants())
+    }
+
+    /// How much the engine itself keeps, for tests of what it keeps too long.
+    #[doc(hidden)]
+    #[must_use]
+    pub fn kept(&self) -> Kept {
+        self.locked(|engine| {
+            let (lane_figures, room_for_lane_figures) = engine.lanes.size();
+            let State { blocks, segments, pools, stitches, live, pending, homes, .. } =
+                &*engine.state;
+            let lanes = pools.iter().map(|(_, pool)| pool.lanes().count()).sum();
+            let ((blocks, room_for_blocks), (segments, room_for_segments)) =
+                (blocks.size(), segments.size());
+            Kept {
+                lanes,
+                lane_figures,
+                room_for_lane_figures,
+                blocks,
+                room_for_blocks,
+                segments,
+                room_for_segments,
+                room_for_ranges: stitches.room(),
+                room_for_live: live.capacity(),
+                pending_streams: pending.streams(),
+                looks_at_pending: pending.looks.get(),
+                addresses: homes.addresses,
+            }
+        })
     }
 
     /// The driver underneath.

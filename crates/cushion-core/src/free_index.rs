@@ -145,6 +145,15 @@ impl FreeIndex {
         self.chunks.iter().flatten().map(|entry| (entry.size, entry.address, entry.id))
     }
 
+    /// Gives back what was needed for more blocks than there are.
+    pub(crate) fn shrink(&mut self) {
+        let chunks = self.chunks.len();
+        if self.chunks.capacity() / 4 > chunks.max(SPARES) {
+            self.bounds.shrink_to(2 * chunks);
+            self.chunks.shrink_to(2 * chunks);
+        }
+    }
+
     /// The size of the largest block; 0 if there is none.
     pub(crate) fn largest(&self) -> u64 {
         self.chunks.iter().rev().find_map(|entries| entries.last()).map_or(0, |entry| entry.size)

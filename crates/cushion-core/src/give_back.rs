@@ -6,11 +6,14 @@
 
 use std::collections::BTreeMap;
 
+use rustc_hash::FxHashSet;
+
 use crate::block::{Block, BlockId, BlockState};
 use crate::driver::{Driver, DriverResult, StreamId};
 use crate::engine::Engine;
 use crate::history::{Action, Context};
 use crate::locked::{Locked, State};
+use crate::pending::AT_ONCE;
 use crate::policy::{GiveBack, Request};
 use crate::pool::{PoolId, PoolIndex, PoolTable};
 use crate::proof::{Proof, Work};
@@ -51,6 +54,7 @@ impl<D: Driver> Engine<D> {
     /// way. With the id of a private pool, only that one, if nobody uses it. Waits for pending frees first.
     pub(crate) fn give_back_cached(&self, id: PoolId, context: Context) -> DriverResult<()> {
         let given_back = self.give_back_unless_captured(id, context);
+        self.locked(|engine| engine.state.shrink());
         self.wake();
         given_back
     }
@@ -107,14 +111,22 @@ impl<D: Driver> Engine<D> {
     /// Waits for the events that are pending now (of one private pool, if given) and completes the frees
     /// behind them.
     fn finish_pending(&self, only: Option<PoolId>) -> DriverResult<()> {
-        let count = self.locked(|mut engine| {
+        let awaited = self.locked(|mut engine| {
             engine.counters.num_sync_all_streams.add(1);
-            engine.first_event(only).map(|_| engine.state.pending.count())
+            engine.awaited(only)
         })?;
-        for _ in 0..count {
-            let Some(first) = self.locked(|mut engine| engine.first_event(only))? else { break };
-            self.driver.event_synchronize(first.1)?;
-            self.locked(|mut engine| engine.waited_for(first))?;
+        for some in awaited.chunks(AT_ONCE) {
+            let mut waited = Ok(());
+            let mut done = 0;
+            for &(_, event, _) in some {
+                waited = self.driver.event_synchronize(event);
+                if waited.is_err() {
+                    break;
+                }
+                done += 1;
+            }
+            self.locked(|mut engine| engine.waited_for(&some[..done]))?;
+            waited?;
         }
         if self.locked(|engine| engine.state.pending.awaits_device()) {
             self.wait_for_device()?;
@@ -202,9 +214,9 @@ impl<D: Driver> Locked<'_, D> {
         let halves = [self.half(pool, true), self.half(pool, false)];
         let mut halves = halves.into_iter().flatten();
         if self.state.pools.private.contains_key(&pool)
-            && halves.all(|half| self.state.pools[half].segments == 0)
+            && halves.all(|half| self.state.pools[half].segments() == 0)
         {
-            self.state.pools.close_private(pool, self.lanes);
+            self.state.pools.close_private(pool);
         }
     }
 
@@ -302,23 +314,35 @@ impl<D: Driver> Locked<'_, D> {
     /// Whether blocks that are free or pending lie together in the request's own lane, so that they would serve
     /// it once the pending ones are free.
     pub(crate) fn pending_would_serve(&self, request: &Request) -> bool {
-        let blocks = &self.state.blocks;
-        let is_own = |block: &Block| {
-            (block.pool, block.stream) == (request.pool, request.stream)
-                && block.state == BlockState::Pending
-        };
-        let to_be_free =
-            |id: &BlockId| matches!(blocks[*id].state, BlockState::Pending | BlockState::Free);
-        let run = |from: Option<BlockId>, next: fn(&Block) -> Option<BlockId>| -> u64 {
-            let run = std::iter::successors(from.filter(to_be_free), |&id| {
-                next(&blocks[id]).filter(to_be_free)
+        let State { blocks, pending, .. } = &*self.state;
+        let is_pending = |id: &BlockId| blocks[*id].state == BlockState::Pending;
+        let is_free = |id: &BlockId| blocks[*id].is_free();
+        // The blocks of a segment are all of one lane.
+        let is_own =
+            |id: &BlockId| (blocks[*id].pool, blocks[*id].stream) == (request.pool, request.stream);
+        let mut seen = FxHashSet::default();
+        let own = pending.blocks().inspect(|_| pending.looks.update(|looks| looks + 1));
+        let own = own.filter(is_own);
+        // Each run is looked at once, from its first block on; no two free blocks lie together.
+        let mut starts = own.filter_map(|first| match blocks[first].prev {
+            Some(prev) if is_pending(&prev) => None,
+            Some(prev) if is_free(&prev) => {
+                let before = blocks[prev].prev.filter(is_pending);
+                before.is_none().then_some(prev)
+            }
+            _ => Some(first),
+        });
+        starts.any(|start| {
+            let mut bytes = 0;
+            let run = std::iter::successors(Some(start), |&id| {
+                pending.looks.update(|looks| looks + 1);
+                blocks[id].next.filter(|next| is_pending(next) || is_free(next))
             });
-            run.map(|id| blocks[id].size).sum()
-        };
-        let mut pending = blocks.iter().map(|(_, block)| block).filter(|block| is_own(block));
-        pending.any(|block| {
-            let around = run(block.prev, |b| b.prev) + run(block.next, |b| b.next);
-            around + block.size >= request.size
+            seen.insert(start)
+                && run.map(|id| blocks[id].size).any(|more| {
+                    bytes += more;
+                    bytes >= request.size
+                })
         })
     }
 
@@ -514,7 +538,7 @@ impl<D: Driver> Locked<'_, D> {
         *leaving -= bytes;
         let block = blocks.remove(block);
         let (pool, stream) = (block.pool, block.stream);
-        pools[pool].segments -= 1;
+        pools[pool].segment_went(stream, self.lanes);
         let segment = segments.remove(block.segment);
         let context = if context == Context::NONE { segment.context } else { context };
         self.counters.num_device_free.add(1);

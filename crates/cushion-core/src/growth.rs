@@ -58,6 +58,7 @@ impl<D: Driver> Locked<'_, D> {
             Source::Plain(bytes) => self.plain_segment(bytes, request, policy, context),
             Source::Extend(block) => self.extend(block, request.size, context),
             Source::Reserve { bytes, page_size } => {
+                let bytes = self.addresses_as_pytorch(request, bytes, page_size);
                 let backing = Backing::Pages { page_size };
                 match self.paged_segment(bytes, backing, request, policy, context)? {
                     Some(unmapped) => self.extend(unmapped, request.size, context),
@@ -82,7 +83,6 @@ impl<D: Driver> Locked<'_, D> {
     ) -> DriverResult<Option<BlockId>> {
         let Some(address) = unless_full(self.driver.alloc(bytes))? else { return Ok(None) };
         let id = self.add_segment(address, bytes, request, Backing::Plain, policy, context);
-        self.state.pools[request.pool].lane_or_new(request.stream, self.lanes);
         self.insert_free(id);
         let small = request.small;
         self.counters.segment.increase(small, 1);
@@ -110,12 +110,14 @@ impl<D: Driver> Locked<'_, D> {
         let Some(address) = unless_full(self.driver.reserve(bytes))? else { return Ok(None) };
         let id = self.add_segment(address, bytes, request, backing, policy, context);
         self.state.blocks[id].state = BlockState::Unmapped;
-        let pool = &mut self.state.pools[request.pool];
-        pool.lane_or_new(request.stream, self.lanes).insert_unmapped(address, id);
+        let lane = self.state.pools[request.pool].lane_mut(request.stream);
+        lane.insert_unmapped(address, id);
+        lane.addresses_came(bytes);
+        self.state.homes.addresses += bytes;
         Ok(Some(id))
     }
 
-    /// Enters a segment with one block over all of it, which is in no index yet.
+    /// Enters a segment with one block over all of it, which is in no index yet. Its lane is there from now on.
     pub(crate) fn add_segment(
         &mut self,
         address: u64,
@@ -127,7 +129,7 @@ impl<D: Driver> Locked<'_, D> {
     ) -> BlockId {
         let &Request { pool, stream, .. } = request;
         let State { blocks, segments, pools, .. } = &mut *self.state;
-        pools[pool].segments += 1;
+        pools[pool].segment_came(stream, self.lanes);
         let segment =
             segments.insert(Segment { address, size, pool, stream, backing, policy, context });
         blocks.insert(Block {

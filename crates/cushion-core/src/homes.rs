@@ -27,6 +27,17 @@ const PRICE_OF_MAPPING: u64 = MIB;
 /// Addresses for homes are cut to this part where fewer will do.
 const FEWER_ADDRESSES: u64 = 16;
 
+/// How many times half the device's memory the addresses of all lanes may be before a lane gets fewer than it may ever
+/// need: enough for two streams, and the small requests of a few more.
+const PLENTY_OF_HALVES: u64 = 5;
+
+/// As [`PLENTY_OF_HALVES`], for segments laid out as PyTorch's are: there a block may be chosen by the addresses after it,
+/// so that fewer of them change the layout. Even of eight large devices, these are half of what a process has.
+const PLENTY_OF_HALVES_AS_PYTORCH: u64 = 128;
+
+/// The first addresses of a lane, for large requests, after that. For small ones it is half as many.
+const FIRST_ADDRESSES: u64 = 8 * MIB;
+
 /// What growing goes by.
 #[derive(Debug, Default)]
 pub(crate) struct Homes {
@@ -39,6 +50,8 @@ pub(crate) struct Homes {
     /// The most that was live, as of the last window.
     pub(crate) high_water: u64,
     pub(crate) windows: Windows,
+    /// Addresses reserved for lanes that pages come and go behind.
+    pub(crate) addresses: u64,
 }
 
 /// A free block that serves a request, or one that can be made.
@@ -291,7 +304,8 @@ impl<D: Driver> Locked<'_, D> {
         let most = self.device.total.saturating_add(self.device.total / 8);
         let rooms = [most, most / FEWER_ADDRESSES, 0];
         for room in &rooms[usize::from(request.small)..] {
-            let Some(bytes) = round_up(request.size.max(*room), self.device.granularity) else {
+            let room = self.addresses_for(request, *room, PLENTY_OF_HALVES);
+            let Some(bytes) = round_up(room, self.device.granularity) else {
                 return Ok(None);
             };
             let made = self.paged_segment(bytes, Backing::Homes, request, policy, context)?;
@@ -304,6 +318,26 @@ impl<D: Driver> Locked<'_, D> {
             }
         }
         Ok(None)
+    }
+
+    /// How many addresses a lane gets: `room`, while all lanes together have fewer than so many times half the device's
+    /// memory. After that, a few for a lane that begins, and then each time twice as many as it has, so that they grow
+    /// with what is used and there are few ranges all the same.
+    fn addresses_for(&self, request: &Request, room: u64, plenty: u64) -> u64 {
+        let plenty = (self.device.total / 2).saturating_mul(plenty);
+        if self.state.homes.addresses.saturating_add(room) <= plenty {
+            return room.max(request.size);
+        }
+        let lane = self.state.pools[request.pool].lane(request.stream);
+        let held = lane.map_or(0, |lane| lane.addresses());
+        let first = if request.small { FIRST_ADDRESSES / 2 } else { FIRST_ADDRESSES };
+        held.saturating_mul(2).max(first).min(room).max(request.size)
+    }
+
+    /// As many addresses of `room` as a segment of pages like PyTorch's gets.
+    pub(crate) fn addresses_as_pytorch(&self, request: &Request, room: u64, page_size: u64) -> u64 {
+        let bytes = self.addresses_for(request, room, PLENTY_OF_HALVES_AS_PYTORCH);
+        round_up(bytes, page_size).map_or(room, |bytes| bytes.min(room))
     }
 
     /// Gives the addresses of new homes back, if no page came to them.

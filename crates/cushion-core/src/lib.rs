@@ -76,6 +76,8 @@ pub use check::Violation;
 pub use climb::Waited;
 pub use clock::{Bell, Clock, VirtualClock};
 pub use driver::{CheckedDriver, Driver, DriverError, SimClock, SimConfig, SimDriver, StreamId};
+#[doc(hidden)]
+pub use engine::Kept;
 pub use engine::{Engine, EngineConfig, PageFigures};
 pub use error::{
     AddressError, AllocError, Ended, FractionError, PoolError, Remedy, Shortage, Tried,

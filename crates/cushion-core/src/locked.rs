@@ -140,6 +140,18 @@ impl State {
         self.attention = !self.queue.is_idle() || self.injection.is_some();
     }
 
+    /// Gives back what the tables do not need: for moments at which nobody is in a hurry.
+    pub(crate) fn shrink(&mut self) {
+        self.blocks.shrink();
+        self.segments.shrink();
+        self.stitches.shrink();
+        self.pools.shrink();
+        let live = self.live.len();
+        if self.live.capacity() / 8 > live.max(128) {
+            self.live.shrink_to(2 * live);
+        }
+    }
+
     pub(crate) fn view(&self, device: Properties) -> View<'_> {
         let Self { blocks, segments, pages, options, .. } = self;
         View { blocks, segments, pages, options, device }
@@ -159,7 +171,7 @@ impl<D: Driver> Locked<'_, D> {
             return Ok(held_up);
         }
         let request = self.request(asked.bytes, asked.stream, owner);
-        match self.serve_hit(&request, asked.context) {
+        match self.serve_hit(&request, asked.context)? {
             Some(address) => Ok(Attempt::Served(address)),
             None if self.state.attention && self.must_queue(asked, &request) => Ok(Attempt::Queue),
             None => Ok(Attempt::Miss),
@@ -168,14 +180,14 @@ impl<D: Driver> Locked<'_, D> {
 
     /// Serves a request from memory that is free in its own lane, whoever waits: nobody else can be served from there
     /// without a rung of the ladder.
-    fn serve_hit(&mut self, request: &Request, context: Context) -> Option<u64> {
+    fn serve_hit(&mut self, request: &Request, context: Context) -> DriverResult<Option<u64>> {
         let policy = self.state.policy;
-        let found = self.search(request, policy)?;
+        let Some(found) = self.search_all(request, policy)? else { return Ok(None) };
         if self.state.attention {
             self.state.queue.passed_over(u64::MAX);
         }
         self.counters.hits.add(1);
-        Some(self.hand_out(found, policy, request, context))
+        Ok(Some(self.hand_out(found, policy, request, context)))
     }
 
     /// As [`alloc`](Self::alloc), and asks the driver too; but `None` where more is needed than that.
@@ -188,7 +200,7 @@ impl<D: Driver> Locked<'_, D> {
             return Ok(None);
         }
         let request = self.request(bytes, stream, owner);
-        if let Some(address) = self.serve_hit(&request, context) {
+        if let Some(address) = self.serve_hit(&request, context)? {
             return Ok(Some(address));
         }
         if self.state.attention {
@@ -283,6 +295,17 @@ impl<D: Driver> Locked<'_, D> {
             pool: self.pool_for(small, stream),
             small,
             owner,
+        }
+    }
+
+    /// As [`search`](Self::search), also among what is free as soon as somebody asks.
+    fn search_all(&mut self, request: &Request, policy: Policy) -> DriverResult<Option<Found>> {
+        match self.search(request, policy) {
+            None if self.state.pending.has_more() && !self.is_recording() => {
+                self.process_many_events()?;
+                Ok(self.find(request, policy))
+            }
+            found => Ok(found),
         }
     }
 

@@ -8,7 +8,11 @@
 //! Cushion itself lets a stream use memory of another: a block that is borrowed, or in host memory. The program did not
 //! name such a stream for the block, so it may destroy the stream before the free. Unless the stream lasts, no event is
 //! recorded on it: the block is free after the next wait for the whole device.
+//!
+//! How many events are asked for at a time is bounded, however many streams there are: an allocation asks a few, and goes
+//! on at the next where this one stopped. One that finds no memory asks many, before anything dearer is tried.
 
+use std::cell::Cell;
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Bound;
 
@@ -25,12 +29,37 @@ use crate::proof::{Moment, Proof};
 /// How many blocks that wait for the end of a capture are looked at in one call.
 const MOST_CAPTURED: u32 = 16;
 
+/// How many streams that are not done an allocation asks at most. PyTorch's pools have so many streams: up to there all
+/// are asked each time, as PyTorch does.
+const FEW: usize = 64;
+
+/// How many it asks of more streams than that: each is a look at memory that nobody had in hand for long.
+const SOME: usize = 16;
+
+/// As [`FEW`], for a request that finds no memory, and with the lock held.
+const MANY: usize = 1024;
+
+/// How many frees an allocation completes at most.
+const FINISHED: usize = 1024;
+
+/// How many events are waited for at a time, and then seen to with the lock held.
+pub(crate) const AT_ONCE: usize = 1024;
+
+/// An event on a stream, and the block whose free waits for it.
+pub(crate) type Awaited = (StreamId, EventId, BlockId);
+
 /// Blocks that wait, and the events they wait for.
 #[derive(Debug, Default)]
 pub(crate) struct Pending {
     /// Events by stream, oldest first: one that is not done hides the later ones of its own stream
     /// only.
     events: BTreeMap<StreamId, VecDeque<(EventId, BlockId)>>,
+    /// The last stream that was asked, where not all were.
+    cursor: Option<StreamId>,
+    /// Whether some may be done that were not asked for last time.
+    more: bool,
+    /// Blocks looked at so far by those who asked whether pending ones would serve a request, for tests.
+    pub(crate) looks: Cell<u64>,
     /// Blocks whose events are still to be recorded.
     deferred: Vec<Deferred>,
     /// Blocks that wait for the device, because a stream that used them may be gone; when each was freed.
@@ -58,14 +87,26 @@ impl Pending {
         self.events.is_empty() && self.deferred.is_empty()
     }
 
-    /// How many events are waited for.
-    pub(crate) fn count(&self) -> usize {
-        self.events.values().map(VecDeque::len).sum()
+    /// How often [`Locked::process_many_events`] has to be called to ask all streams.
+    pub(crate) fn rounds(&self) -> usize {
+        self.events.len().div_ceil(MANY)
     }
 
-    /// The first stream with events beyond `from`.
-    fn next_stream(&self, from: Bound<StreamId>) -> Option<StreamId> {
-        self.events.range((from, Bound::Unbounded)).next().map(|(&stream, _)| stream)
+    /// Whether some may be done that were not asked for last time.
+    pub(crate) fn has_more(&self) -> bool {
+        self.more
+    }
+
+    /// The blocks that wait; one that waits for several events comes several times.
+    pub(crate) fn blocks(&self) -> impl Iterator<Item = BlockId> {
+        let events = self.events.values().flatten().map(|&(_, block)| block);
+        let awaiting = self.awaiting_device.iter().map(|&(_, block)| block);
+        events.chain(self.deferred.iter().map(|deferred| deferred.block)).chain(awaiting)
+    }
+
+    /// How many streams have events.
+    pub(crate) fn streams(&self) -> usize {
+        self.events.len()
     }
 
     /// How many events each block waits for; blocks with deferred events too.
@@ -219,54 +260,118 @@ impl<D: Driver> Locked<'_, D> {
         }
     }
 
-    /// Frees blocks whose events have finished. Never waits.
+    /// Frees blocks whose events have finished, as many as an allocation has the time for. Never waits.
     pub(crate) fn process_events(&mut self) -> DriverResult<()> {
-        self.record_deferred_events()?;
-        let mut next = self.state.pending.next_stream(Bound::Unbounded);
-        while let Some(stream) = next {
-            while let Some(&(event, block)) = self.front_event(stream) {
-                if !self.driver.event_query(event)? {
-                    break;
-                }
-                self.pop_event(stream, 0);
-                self.event_finished(event, block);
-            }
-            next = self.state.pending.next_stream(Bound::Excluded(stream));
-        }
-        Ok(())
+        let most = if self.state.pending.streams() <= FEW { FEW } else { SOME };
+        self.process_up_to(most, FINISHED)
     }
 
-    /// The first pending event (of one private pool, if given), for somebody who will wait for it without
-    /// the lock.
-    pub(crate) fn first_event(
-        &mut self,
-        only: Option<PoolId>,
-    ) -> DriverResult<Option<(StreamId, EventId, BlockId)>> {
+    /// As [`process_events`](Self::process_events), for a request that finds no memory.
+    pub(crate) fn process_many_events(&mut self) -> DriverResult<()> {
+        self.process_up_to(MANY, usize::MAX)
+    }
+
+    /// Asks for the first event of each stream, until so many were not done or so many were. Where there are more
+    /// streams than that, the next call goes on from there.
+    fn process_up_to(&mut self, most_unfinished: usize, most_finished: usize) -> DriverResult<()> {
+        self.record_deferred_events()?;
+        let all = self.state.pending.events.len() <= most_unfinished;
+        let first = self.state.pending.cursor.filter(|_| !all);
+        let (mut at, mut unfinished, mut finished) = (first, 0, 0);
+        self.state.pending.more = false;
+        let mut has_turned = first.is_none();
+        loop {
+            let Pending { events, .. } = &self.state.pending;
+            let from = at.map_or(Bound::Unbounded, Bound::Excluded);
+            // Once round, and not beyond where it began.
+            let to = first.filter(|_| has_turned).map_or(Bound::Unbounded, Bound::Included);
+            let mut done = None;
+            for (&stream, queue) in events.range((from, to)) {
+                if unfinished == most_unfinished || finished == most_finished {
+                    self.state.pending.more = true;
+                    self.state.pending.cursor = at;
+                    return Ok(());
+                }
+                let Some(&(event, block)) = queue.front() else { continue };
+                if self.driver.event_query(event)? {
+                    done = Some((stream, event, block));
+                    break;
+                }
+                unfinished += 1;
+                at = Some(stream);
+            }
+            match done {
+                // The same stream is asked once more: `at` is the one before it.
+                Some((stream, event, block)) => {
+                    finished += 1;
+                    self.pop_event(stream);
+                    self.event_finished(event, block);
+                }
+                None if has_turned => return Ok(()),
+                None => (at, has_turned) = (None, true),
+            }
+        }
+    }
+
+    /// The pending events (of one private pool, if given), for somebody who will wait for them without the lock.
+    pub(crate) fn awaited(&mut self, only: Option<PoolId>) -> DriverResult<Vec<Awaited>> {
         self.record_deferred_events()?;
         let State { pending, pools, blocks, .. } = &*self.state;
         let is_asked_for =
             |block: BlockId| only.is_none_or(|only| only == pools[blocks[block].pool].id);
-        Ok(pending.events.iter().find_map(|(&stream, queue)| {
-            let &(event, block) = queue.iter().find(|&&(_, block)| is_asked_for(block))?;
-            Some((stream, event, block))
-        }))
+        let of_stream = |(&stream, queue): (&StreamId, &VecDeque<_>)| {
+            let asked_for = queue.iter().filter(|&&(_, block)| is_asked_for(block));
+            asked_for.map(|&(event, block)| (stream, event, block)).collect::<Vec<_>>()
+        };
+        Ok(pending.events.iter().flat_map(of_stream).collect())
     }
 
-    /// An event was waited for. Another thread may have seen it finished before, and even recorded it anew for the
-    /// same block: so it is asked for once more.
-    pub(crate) fn waited_for(
-        &mut self,
-        (stream, event, block): (StreamId, EventId, BlockId),
-    ) -> DriverResult<()> {
-        let queue = self.state.pending.events.get(&stream);
-        let index = queue.and_then(|queue| queue.iter().position(|&it| it == (event, block)));
-        if let Some(index) = index
-            && self.driver.event_query(event)?
-        {
-            self.pop_event(stream, index);
-            self.event_finished(event, block);
+    /// Events were waited for. Another thread may have seen some finished before, and even recorded them anew for the
+    /// same blocks: so they are asked for once more.
+    pub(crate) fn waited_for(&mut self, awaited: &[Awaited]) -> DriverResult<()> {
+        for of_stream in awaited.chunk_by(|a, b| a.0 == b.0) {
+            let mut finished = Vec::with_capacity(of_stream.len());
+            let asked = self.take_finished(of_stream, &mut finished);
+            for (event, block) in finished {
+                self.event_finished(event, block);
+            }
+            asked?;
         }
         Ok(())
+    }
+
+    /// Takes those of one stream's events that are finished out of its queue, in one walk over it.
+    fn take_finished(
+        &mut self,
+        awaited: &[Awaited],
+        finished: &mut Vec<(EventId, BlockId)>,
+    ) -> DriverResult<()> {
+        let Some(&(stream, ..)) = awaited.first() else { return Ok(()) };
+        let Some(queue) = self.state.pending.events.get_mut(&stream) else { return Ok(()) };
+        let mut left: FxHashSet<_> =
+            awaited.iter().map(|&(_, event, block)| (event, block)).collect();
+        let mut stay = Vec::new();
+        let mut asked = Ok(());
+        while !left.is_empty()
+            && asked.is_ok()
+            && let Some(it) = queue.pop_front()
+        {
+            let is_finished =
+                if left.remove(&it) { self.driver.event_query(it.0) } else { Ok(false) };
+            match is_finished {
+                Ok(true) => finished.push(it),
+                Ok(false) => stay.push(it),
+                Err(error) => {
+                    stay.push(it);
+                    asked = Err(error);
+                }
+            }
+        }
+        stay.into_iter().rev().for_each(|it| queue.push_front(it));
+        if queue.is_empty() {
+            self.state.pending.events.remove(&stream);
+        }
+        asked
     }
 
     /// An event after all work that is queued on a stream now. The stream must be there, and must not be captured.
@@ -313,14 +418,10 @@ impl<D: Driver> Locked<'_, D> {
         Ok(())
     }
 
-    fn front_event(&self, stream: StreamId) -> Option<&(EventId, BlockId)> {
-        self.state.pending.events.get(&stream)?.front()
-    }
-
-    /// Takes an event out of its stream's queue.
-    fn pop_event(&mut self, stream: StreamId, index: usize) {
+    /// Takes the first event out of its stream's queue.
+    fn pop_event(&mut self, stream: StreamId) {
         if let Some(queue) = self.state.pending.events.get_mut(&stream) {
-            queue.remove(index);
+            queue.pop_front();
             if queue.is_empty() {
                 self.state.pending.events.remove(&stream);
             }

@@ -47,6 +47,10 @@ pub(crate) struct Lane {
     by_address: Option<(u64, FreeIndex)>,
     /// Unmapped blocks by address.
     unmapped: BTreeMap<u64, BlockId>,
+    /// Segments of the lane that are still held: with the last, it goes.
+    segments: u32,
+    /// Addresses of those of them that pages come and go behind.
+    addresses: u64,
     /// What is live in it, and where, in one number.
     live: u64,
     /// Whether other streams work on its blocks, so that it and they run side by side.
@@ -122,6 +126,34 @@ impl Lane {
         debug_assert!(removed.is_some(), "an unmapped block is in the unmapped index");
     }
 
+    /// Gives back what its indexes do not need.
+    fn shrink(&mut self) {
+        self.free.shrink();
+        if let Some((_, by_address)) = &mut self.by_address {
+            by_address.shrink();
+        }
+    }
+
+    /// Segments of the lane that are still held.
+    pub(crate) fn segments(&self) -> u32 {
+        self.segments
+    }
+
+    /// Addresses of the segments that pages come and go behind.
+    pub(crate) fn addresses(&self) -> u64 {
+        self.addresses
+    }
+
+    /// Addresses were reserved for pages of the lane.
+    pub(crate) fn addresses_came(&mut self, bytes: u64) {
+        self.addresses += bytes;
+    }
+
+    /// Addresses were given back.
+    pub(crate) fn addresses_went(&mut self, bytes: u64) {
+        self.addresses -= bytes;
+    }
+
     /// A block is handed out.
     pub(crate) fn activated(&mut self, address: u64, size: u64) {
         self.stats.activated(size);
@@ -152,7 +184,7 @@ pub(crate) struct Pool {
     /// Searches so far, counted only while garbage collection is on: the clock of block ages.
     pub(crate) searches: u64,
     /// Segments made for this pool that are still held.
-    pub(crate) segments: u32,
+    segments: u32,
     lanes: BTreeMap<StreamId, Lane>,
 }
 
@@ -161,17 +193,43 @@ impl Pool {
         self.lanes.get(&stream)
     }
 
-    /// The lane of a stream that has had memory of this pool before.
+    /// Segments made for this pool that are still held.
+    pub(crate) fn segments(&self) -> u32 {
+        self.segments
+    }
+
+    /// A segment is made for a stream.
+    pub(crate) fn segment_came(&mut self, stream: StreamId, lanes: &Lanes) {
+        self.segments += 1;
+        self.lane_or_new(stream, lanes).segments += 1;
+    }
+
+    /// A segment of a stream is held no more; with its last one, the lane goes.
+    pub(crate) fn segment_went(&mut self, stream: StreamId, lanes: &Lanes) {
+        self.segments -= 1;
+        let lane = self.lane_mut(stream);
+        lane.segments -= 1;
+        if lane.segments == 0
+            && let Some(lane) = self.lanes.remove(&stream)
+        {
+            debug_assert!(lane.free.is_empty() && lane.unmapped.is_empty() && lane.live == 0);
+            lanes.close(&lane.stats);
+        }
+    }
+
+    /// The lane of a stream that holds memory of this pool.
     pub(crate) fn lane_mut(&mut self, stream: StreamId) -> &mut Lane {
         self.lanes.get_mut(&stream).expect("the stream has a lane in this pool")
     }
 
-    /// The lane of a stream, made if it is the stream's first use of this pool.
-    pub(crate) fn lane_or_new(&mut self, stream: StreamId, lanes: &Lanes) -> &mut Lane {
+    /// The lane of a stream, made if the stream holds nothing of this pool.
+    fn lane_or_new(&mut self, stream: StreamId, lanes: &Lanes) -> &mut Lane {
         self.lanes.entry(stream).or_insert_with(|| Lane {
             free: FreeIndex::default(),
             by_address: None,
             unmapped: BTreeMap::new(),
+            segments: 0,
+            addresses: 0,
             live: 0,
             is_shared: false,
             stats: lanes.open(stream, self.id, self.small),
@@ -238,7 +296,8 @@ impl PoolTable {
     }
 
     fn open(&mut self, id: PoolId, small: bool) -> PoolIndex {
-        self.pools.insert(Pool { id, small, searches: 0, segments: 0, lanes: BTreeMap::new() })
+        let lanes = BTreeMap::new();
+        self.pools.insert(Pool { id, small, searches: 0, segments: 0, lanes })
     }
 
     /// Makes a private pool with one use.
@@ -249,15 +308,20 @@ impl PoolTable {
     }
 
     /// Forgets a private pool that holds no segment any more.
-    pub(crate) fn close_private(&mut self, id: PoolId, lanes: &Lanes) {
+    pub(crate) fn close_private(&mut self, id: PoolId) {
         let pool = self.private.remove(&id).expect("a known private pool");
         self.use_on_oom.remove(&id);
         for index in [pool.small, pool.large] {
-            for lane in self.pools.remove(index).lanes.into_values() {
-                debug_assert!(lane.free.is_empty() && lane.unmapped.is_empty());
-                lanes.close(&lane.stats);
-            }
+            let gone = self.pools.remove(index);
+            debug_assert!(gone.lanes.is_empty(), "lanes go with their last segment");
         }
+    }
+
+    /// Gives back what the tables do not need.
+    pub(crate) fn shrink(&mut self) {
+        self.pools.shrink();
+        let lanes = self.pools.iter_mut().flat_map(|(_, pool)| pool.lanes.values_mut());
+        lanes.for_each(Lane::shrink);
     }
 
     /// Every pool, default first.

@@ -408,9 +408,21 @@ impl<D: Driver> Locked<'_, D> {
     /// Who holds memory of the device and is still there, and how much.
     fn holdings(&self) -> BTreeMap<Owner, (Standing, u64)> {
         let mut bytes: BTreeMap<Owner, u64> = BTreeMap::new();
-        for block in self.live_blocks().filter(|block| !Self::is_spill(block.pool)) {
-            *bytes.entry(block.owner).or_default() += block.size;
+        // There can be very many blocks, and those made one after the other are mostly one owner's.
+        let on_device = self.live_blocks().filter(|block| !Self::is_spill(block.pool));
+        let mut run: Option<(Owner, u64)> = None;
+        for block in on_device {
+            match &mut run {
+                Some((owner, held)) if *owner == block.owner => *held += block.size,
+                _ => {
+                    let before = run.replace((block.owner, block.size));
+                    before
+                        .into_iter()
+                        .for_each(|(owner, held)| *bytes.entry(owner).or_default() += held);
+                }
+            }
         }
+        run.into_iter().for_each(|(owner, held)| *bytes.entry(owner).or_default() += held);
         let standings = owner::standings(bytes.keys().copied());
         let is_there = standings.into_iter().filter(|(_, standing)| *standing != Standing::Gone);
         is_there.map(|(owner, standing)| (owner, (standing, bytes[&owner]))).collect()

@@ -8,8 +8,10 @@ use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use rustc_hash::FxHashMap;
 use serde::{Deserialize, Serialize};
 
+use crate::block::Block;
 use crate::callbacks::Answer;
 use crate::driver::Driver;
 use crate::error::{Shortage, seconds};
@@ -151,19 +153,35 @@ const NAMED: usize = 8;
 impl<D: Driver> Locked<'_, D> {
     /// The largest groups of live allocations, and who holds most.
     pub(crate) fn who_holds_what(&self) -> (Vec<Group>, Vec<Holder>) {
-        let mut groups: BTreeMap<(Context, u64), Group> = BTreeMap::new();
+        let mut groups: FxHashMap<(Context, u64), (u64, u64)> = FxHashMap::default();
         let mut holders: BTreeMap<Owner, u64> = BTreeMap::new();
-        for block in self.live_blocks() {
-            let (context, each) = (block.context, block.requested);
-            let new = Group { context, each, count: 0, bytes: 0, stack: Vec::new() };
-            let group = groups.entry((block.context, block.requested)).or_insert(new);
-            group.count += 1;
-            group.bytes += block.size;
-            *holders.entry(block.owner).or_default() += block.size;
+        // There can be very many blocks, and those made one after the other are mostly alike.
+        let of_holder = |block: &&Block| (block.owner, block.context, block.requested);
+        let mut blocks = self.live_blocks().peekable();
+        while let Some(first) = blocks.next() {
+            let (mut count, mut bytes) = (1, first.size);
+            while let Some(more) = blocks.next_if(|it| of_holder(it) == of_holder(&first)) {
+                count += 1;
+                bytes += more.size;
+            }
+            let group = groups.entry((first.context, first.requested)).or_default();
+            *group = (group.0 + count, group.1 + bytes);
+            *holders.entry(first.owner).or_default() += bytes;
         }
-        let mut groups: Vec<Group> = groups.into_values().collect();
-        groups.sort_by_key(|group| std::cmp::Reverse(group.bytes));
-        groups.truncate(NAMED);
+        let of_group = |((context, each), (count, bytes))| Group {
+            context,
+            each,
+            count,
+            bytes,
+            stack: Vec::new(),
+        };
+        let mut groups: Vec<Group> = groups.into_iter().map(of_group).collect();
+        let rank = |group: &Group| (std::cmp::Reverse(group.bytes), group.context, group.each);
+        if groups.len() > NAMED {
+            groups.select_nth_unstable_by_key(NAMED, rank);
+            groups.truncate(NAMED);
+        }
+        groups.sort_unstable_by_key(rank);
         let mut holders: Vec<(Owner, u64)> = holders.into_iter().collect();
         holders.sort_by_key(|&(_, bytes)| std::cmp::Reverse(bytes));
         holders.truncate(NAMED);

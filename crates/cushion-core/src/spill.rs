@@ -47,7 +47,6 @@ impl<D: Driver> Locked<'_, D> {
         let request = Request { pool: PoolTable::SPILL, ..*request };
         let backing = Backing::Pages { page_size: bytes };
         let id = self.add_segment(address, bytes, &request, backing, Policy::Expandable, context);
-        self.state.pools[PoolTable::SPILL].lane_or_new(request.stream, self.lanes);
         self.insert_free(id);
         Ok(Some(self.take(id, false, &request, context)))
     }
@@ -76,8 +75,8 @@ impl<D: Driver> Locked<'_, D> {
         let block = self.state.blocks.remove(id);
         self.state.segments.remove(block.segment);
         let pool = &mut self.state.pools[block.pool];
-        pool.segments -= 1;
         pool.lane_mut(block.stream).deactivated(block.address, block.size);
+        pool.segment_went(block.stream, self.lanes);
         if self.state.pages.unmap(self.driver, block.address, &idle).is_err() {
             self.state.pages.stick(block.address, &idle);
         }

@@ -5,8 +5,8 @@
 //! may be an allocation apart.
 
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::driver::StreamId;
 use crate::pool::PoolId;
@@ -474,12 +474,13 @@ pub struct LaneFigures {
 }
 
 /// The live counterpart of [`LaneFigures`].
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct LaneStats {
-    open: AtomicBool,
-    stream: AtomicU64,
-    pool: [AtomicU64; 2],
-    small: AtomicBool,
+    /// Where it is among all.
+    place: AtomicUsize,
+    stream: StreamId,
+    pool: PoolId,
+    small: bool,
     active_bytes: AtomicU64,
     free_bytes: AtomicU64,
     free_blocks: AtomicU64,
@@ -515,9 +516,9 @@ impl LaneStats {
 
     pub(crate) fn read(&self) -> LaneFigures {
         LaneFigures {
-            stream: StreamId(self.stream.load(Relaxed)),
-            pool: PoolId(self.pool[0].load(Relaxed), self.pool[1].load(Relaxed)),
-            small: self.small.load(Relaxed),
+            stream: self.stream,
+            pool: self.pool,
+            small: self.small,
             active_bytes: self.active_bytes.load(Relaxed),
             free_bytes: self.free_bytes.load(Relaxed),
             free_blocks: self.free_blocks.load(Relaxed),
@@ -526,62 +527,54 @@ impl LaneStats {
     }
 }
 
-/// Every lane's figures, in an array that only grows, so that readers need no lock: parts of 1, 2, 4,
-/// 8… places, each made when the one before it is full. Places of pools that are gone are used again,
-/// so there are no more than the most lanes there ever were at once.
+/// Every lane's figures. Lanes come and go when memory is got from the driver or given back, so that a lock of their own
+/// costs nothing, and whoever reads them holds up no allocation that a free block serves.
 #[derive(Debug, Default)]
-pub(crate) struct Lanes {
-    parts: [OnceLock<Box<[Place]>>; 32],
-    /// For the engine, which is the only writer.
-    writer: Mutex<Writer>,
-}
-
-type Place = OnceLock<Arc<LaneStats>>;
-
-#[derive(Debug, Default)]
-struct Writer {
-    count: usize,
-    closed: Vec<Arc<LaneStats>>,
-}
+pub(crate) struct Lanes(Mutex<Vec<Arc<LaneStats>>>);
 
 impl Lanes {
+    fn all(&self) -> MutexGuard<'_, Vec<Arc<LaneStats>>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     pub(crate) fn open(&self, stream: StreamId, pool: PoolId, small: bool) -> Arc<LaneStats> {
-        let mut writer = self.writer.lock().unwrap_or_else(PoisonError::into_inner);
-        let stats = writer.closed.pop().unwrap_or_else(|| {
-            writer.count += 1;
-            Arc::clone(self.place(writer.count).get_or_init(Arc::default))
+        let mut all = self.all();
+        let stats = Arc::new(LaneStats {
+            place: AtomicUsize::new(all.len()),
+            stream,
+            pool,
+            small,
+            active_bytes: AtomicU64::default(),
+            free_bytes: AtomicU64::default(),
+            free_blocks: AtomicU64::default(),
+            largest_free: AtomicU64::default(),
         });
-        stats.stream.store(stream.0, Relaxed);
-        stats.pool[0].store(pool.0, Relaxed);
-        stats.pool[1].store(pool.1, Relaxed);
-        stats.small.store(small, Relaxed);
-        stats.open.store(true, Relaxed);
+        all.push(Arc::clone(&stats));
         stats
     }
 
-    /// The lane's pool is gone; all its figures are zero.
-    pub(crate) fn close(&self, stats: &Arc<LaneStats>) {
-        stats.open.store(false, Relaxed);
-        let mut writer = self.writer.lock().unwrap_or_else(PoisonError::into_inner);
-        writer.closed.push(Arc::clone(stats));
+    /// The lane is gone.
+    pub(crate) fn close(&self, stats: &LaneStats) {
+        let mut all = self.all();
+        let place = stats.place.load(Relaxed);
+        all.swap_remove(place);
+        if let Some(moved) = all.get(place) {
+            moved.place.store(place, Relaxed);
+        }
+        let count = all.len();
+        if all.capacity() / 4 > count.max(16) {
+            all.shrink_to(2 * count);
+        }
     }
 
-    /// The n-th place, from 1: places 2^k to 2^(k + 1) - 1 are in part k.
-    fn place(&self, nth: usize) -> &Place {
-        let part = nth.ilog2();
-        let places = self.parts[part as usize]
-            .get_or_init(|| (0..1_usize << part).map(|_| Place::new()).collect());
-        &places[nth - (1 << part)]
+    /// How many lanes there are, and how many there is room for.
+    pub(crate) fn size(&self) -> (usize, usize) {
+        let all = self.all();
+        (all.len(), all.capacity())
     }
 
     fn read(&self) -> Vec<LaneFigures> {
-        self.parts
-            .iter()
-            .map_while(OnceLock::get)
-            .flat_map(|places| places.iter().map_while(OnceLock::get))
-            .filter(|stats| stats.open.load(Relaxed))
-            .map(|stats| stats.read())
-            .collect()
+        self.all().iter().map(|stats| stats.read()).collect()
     }
 }
 
@@ -651,15 +644,20 @@ mod tests {
     }
 
     #[test]
-    fn closed_lanes_are_used_again() {
+    fn lanes_come_and_go() {
         let lanes = Lanes::default();
-        let first = lanes.open(StreamId(1), PoolId(7, 0), true);
-        lanes.open(StreamId(2), PoolId::DEFAULT, false);
-        assert_eq!(lanes.read().len(), 2);
-        lanes.close(&first);
-        assert_eq!(lanes.read().len(), 1);
-        let again = lanes.open(StreamId(3), PoolId::DEFAULT, true);
-        assert!(Arc::ptr_eq(&first, &again));
-        assert_eq!(lanes.read().len(), 2);
+        let open = |stream| lanes.open(StreamId(stream), PoolId::DEFAULT, true);
+        let opened: Vec<_> = (0..1000).map(open).collect();
+        let streams = || lanes.read().iter().map(|lane| lane.stream.0).collect::<BTreeSet<_>>();
+        assert_eq!(streams().len(), 1000);
+        for (stream, stats) in opened.iter().enumerate() {
+            if stream % 100 != 7 {
+                lanes.close(stats);
+            }
+        }
+        assert_eq!(streams(), (0..10).map(|hundred| hundred * 100 + 7).collect());
+        assert!(lanes.size().1 < 100, "{:?}", lanes.size());
+        open(5);
+        assert_eq!(streams().len(), 11);
     }
 }

@@ -145,6 +145,16 @@ impl Stitches {
         &self.table[id]
     }
 
+    /// Gives back what the table does not need.
+    pub(crate) fn shrink(&mut self) {
+        self.table.shrink();
+    }
+
+    /// How many ranges there is room for.
+    pub(crate) fn room(&self) -> usize {
+        self.table.size().1
+    }
+
     /// How many ranges there are, and how many addresses they take.
     pub(crate) fn size(&self) -> (usize, u64) {
         (self.count, self.addresses)
@@ -457,8 +467,7 @@ impl<D: Driver> Locked<'_, D> {
         self.counters.num_device_alloc.add(1);
         let family = (request.pool, request.stream);
         // Its place in the table is in its segment, and the other way round.
-        let State { stitches, pools, .. } = &mut *self.state;
-        pools[request.pool].lane_or_new(request.stream, self.lanes);
+        let State { stitches, .. } = &mut *self.state;
         let block = BlockId::new(0);
         let stitch = Stitch {
             family,
@@ -623,7 +632,7 @@ impl<D: Driver> Locked<'_, D> {
         }
         let block = self.state.blocks.remove(stitch.block);
         self.state.segments.remove(block.segment);
-        self.state.pools[block.pool].segments -= 1;
+        self.state.pools[block.pool].segment_went(block.stream, self.lanes);
         self.leave_range(stitch.address, stitch.bytes);
     }
 }

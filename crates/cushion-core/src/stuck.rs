@@ -33,19 +33,24 @@ impl<D: Driver> Locked<'_, D> {
             let bytes = if small { SMALL_SEGMENT } else { self.state.options.large_segment_size };
             bytes.next_multiple_of(self.device.granularity)
         };
-        let is_default = |block: &&Block| {
-            [PoolTable::SMALL, PoolTable::LARGE].contains(&block.pool) && block.is_mapped()
+        let is_default = |block: &Block| [PoolTable::SMALL, PoolTable::LARGE].contains(&block.pool);
+        // The blocks of a segment are in order already: only the segments are sorted.
+        let all = self.state.blocks.iter().map(|(_, block)| block);
+        let mut heads: Vec<&Block> =
+            all.filter(|block| block.prev.is_none() && is_default(block)).collect();
+        heads.sort_unstable_by_key(|block| (block.pool, block.stream, block.address));
+        let chain = |head| {
+            let next = |block: &&Block| block.next.map(|next| &self.state.blocks[next]);
+            std::iter::successors(Some(head), next).filter(|block| block.is_mapped())
         };
-        let mut blocks: Vec<&Block> =
-            self.state.blocks.iter().map(|(_, block)| block).filter(is_default).collect();
-        blocks.sort_unstable_by_key(|block| (block.pool, block.stream, block.address));
-        let in_segments: u64 = blocks.iter().map(|block| block.size).sum();
+        let mut in_segments = 0;
         let mut on_pages = 0;
-        for lane in blocks.chunk_by(|a, b| (a.pool, a.stream) == (b.pool, b.stream)) {
+        for lane in heads.chunk_by(|a, b| (a.pool, a.stream) == (b.pool, b.stream)) {
             let page_size = page_size(self.state.pools[lane[0].pool].small);
             // The offset in the row, and the first page that no live block has been seen on.
             let (mut offset, mut next_page) = (0, 0);
-            for block in lane {
+            for block in lane.iter().copied().flat_map(chain) {
+                in_segments += block.size;
                 let end = offset + block.size;
                 if block.state != BlockState::Free {
                     let pages = (offset / page_size).max(next_page)..end.div_ceil(page_size);

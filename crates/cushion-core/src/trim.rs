@@ -91,7 +91,10 @@ impl<D: Driver> Engine<D> {
         if given_back > 0 {
             self.wake();
         }
-        self.locked(|mut engine| engine.look(now))?;
+        self.locked(|mut engine| {
+            engine.state.shrink();
+            engine.look(now)
+        })?;
         Ok(given_back)
     }
 }

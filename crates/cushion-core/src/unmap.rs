@@ -151,11 +151,14 @@ impl<D: Driver> Locked<'_, D> {
         self.count_pages();
         unstuck?;
         self.driver.unreserve(address, size)?;
-        let State { blocks, segments, pools, .. } = &mut *self.state;
-        pools[pool].lane_mut(stream).remove_unmapped(address);
-        pools[pool].segments -= 1;
+        let State { blocks, segments, pools, homes, .. } = &mut *self.state;
         blocks.remove(id);
         segments.remove(segment);
+        homes.addresses -= size;
+        let lane = pools[pool].lane_mut(stream);
+        lane.remove_unmapped(address);
+        lane.addresses_went(size);
+        pools[pool].segment_went(stream, self.lanes);
         Ok(())
     }
 }

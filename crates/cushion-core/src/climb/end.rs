@@ -20,10 +20,18 @@ use crate::stats::LaneFigures;
 #[derive(Debug)]
 pub(super) struct Figures {
     shortage: Shortage,
+    held: Held,
+}
+
+/// Who holds what.
+#[derive(Debug)]
+struct Held {
     groups: Vec<Group>,
     holders: Vec<Holder>,
     /// The tags of the groups, which count as referred to until the receipt is filed.
     tags: Arc<[Context]>,
+    /// All that had been allocated and freed so far: as long as that is the same, so is this.
+    as_of: [u64; 3],
 }
 
 impl<D: Driver> Engine<D> {
@@ -33,7 +41,7 @@ impl<D: Driver> Engine<D> {
         let figures = self.locked(|mut engine| {
             engine.state.queue.begin_climb();
             engine.state.pay_attention();
-            let figures = engine.figures(climb);
+            let figures = engine.figures(climb, None);
             climb.seen = Some(engine.seen(figures.shortage.device_free));
             figures
         });
@@ -131,8 +139,11 @@ impl<D: Driver> Engine<D> {
             }
             engine.state.pay_attention();
             // What was held when it fell short, if it was served; else what is held now.
-            let before = climb.figures.take().filter(|_| outcome.is_survived());
-            let mut figures = before.map_or_else(|| engine.figures(climb), |figures| *figures);
+            let before = climb.figures.take();
+            let mut figures = match before {
+                Some(before) if outcome.is_survived() => *before,
+                before => engine.figures(climb, before.map(|before| before.held)),
+            };
             if !outcome.is_survived() {
                 engine.tell_what_helps(climb, &mut figures.shortage);
             }
@@ -142,7 +153,7 @@ impl<D: Driver> Engine<D> {
             (figures, bells)
         });
         ring(bells);
-        let Figures { shortage, groups, holders, tags } = figures;
+        let Figures { shortage, held: Held { groups, holders, tags, .. } } = figures;
         self.receipts.file(Receipt {
             number,
             device: self.device.device,
@@ -203,8 +214,8 @@ impl<D: Driver> Locked<'_, D> {
         Seen { room, available, largest: stats.largest_free_block() }
     }
 
-    /// What is held now, by whom and for what.
-    pub(super) fn figures(&mut self, climb: &Climb) -> Figures {
+    /// What is held now, by whom and for what. `before` is what was known before, if anything was.
+    fn figures(&mut self, climb: &Climb, before: Option<Held>) -> Figures {
         let request = self.request_of(climb);
         let stats = self.counters.read(self.lanes);
         let private = |lane: &&LaneFigures| lane.pool != PoolId::DEFAULT;
@@ -236,8 +247,14 @@ impl<D: Driver> Locked<'_, D> {
             budget: climb.deadline.saturating_sub(climb.started),
             tried: Vec::new(),
         };
-        let (groups, holders) = self.who_holds_what();
-        let tags = self.state.told_later.hold(&groups);
-        Figures { shortage, groups, holders, tags }
+        // That is a walk over all blocks.
+        let spilled = stats.spilled_allocation.allocated + stats.spilled_allocation.freed;
+        let as_of = [stats.allocation.all.allocated, stats.allocation.all.freed, spilled];
+        let held = before.filter(|before| before.as_of == as_of).unwrap_or_else(|| {
+            let (groups, holders) = self.who_holds_what();
+            let tags = self.state.told_later.hold(&groups);
+            Held { groups, holders, tags, as_of }
+        });
+        Figures { shortage, held }
     }
 }

@@ -82,12 +82,7 @@ impl<D: Driver> Engine<D> {
     }
 
     pub(super) fn poll(&self) -> DriverResult<Visit> {
-        self.locked(|mut engine| {
-            if engine.is_recording() {
-                return Ok(Visit::Left(Ended::Illegal));
-            }
-            Ok(Visit::Won(engine.complete_frees()?))
-        })
+        Ok(self.complete_frees()?.map_or(Visit::Left(Ended::Illegal), Visit::Won))
     }
 
     pub(super) fn borrow(&self, climb: &Climb) -> DriverResult<Visit> {
@@ -146,10 +141,9 @@ impl<D: Driver> Engine<D> {
         let now = self.clock.now();
         let left = self.may_wait(climb, now);
         self.locked(|mut engine| {
-            if engine.is_recording() {
+            let Some(won) = engine.complete_frees()? else {
                 return Ok(Visit::Left(Ended::Illegal));
-            }
-            let won = engine.complete_frees()?;
+            };
             if won > 0 {
                 climb.note(Rung::Events, Ended::TooLittle, won, Duration::ZERO);
             }
@@ -291,7 +285,7 @@ impl<D: Driver> Engine<D> {
             }
             // During a capture nothing may be asked, but others may still give memory back.
             if !engine.is_recording()
-                && let Err(error) = engine.process_events()
+                && let Err(error) = engine.process_many_events()
             {
                 return (Visit::Failed(error), Bells::new());
             }
@@ -438,11 +432,15 @@ impl<D: Driver> Locked<'_, D> {
         is_worth
     }
 
-    /// Completes the frees that other streams are done with; returns their bytes.
-    pub(super) fn complete_frees(&mut self) -> DriverResult<u64> {
+    /// Completes many of the frees that other streams are done with; returns their bytes, or `None` while a capture may
+    /// be under way.
+    pub(crate) fn complete_frees(&mut self) -> DriverResult<Option<u64>> {
+        if self.is_recording() {
+            return Ok(None);
+        }
         let before = self.counters.active_bytes.current();
-        self.process_events()?;
-        Ok(before.saturating_sub(self.counters.active_bytes.current()))
+        self.process_many_events()?;
+        Ok(Some(before.saturating_sub(self.counters.active_bytes.current())))
     }
 
     pub(super) fn join(&mut self, climb: &Climb, now: Duration) {

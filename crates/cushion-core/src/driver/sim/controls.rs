@@ -177,3 +177,12 @@ impl SimDriver {
         self.state().counts = CallCounts::default();
     }
 }
+
+/// What a program took of the device's addresses.
+impl SimDriver {
+    /// The addresses that are reserved now, with or without pages behind them.
+    #[must_use]
+    pub fn reserved_addresses(&self) -> u64 {
+        self.state().ranges.values().sum()
+    }
+}

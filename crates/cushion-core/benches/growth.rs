@@ -1,0 +1,254 @@
+//! What the engine costs where something has grown large: very many streams, pending frees, blocks, ranges or pools.
+//!
+//! Each row is one function, and the median of several runs. Times are the engine's own, with the simulated driver's
+//! bookkeeping in them; what a real driver would take is left out.
+
+#![expect(clippy::print_stdout, reason = "the bench's table is its output")]
+#![expect(clippy::disallowed_methods, reason = "a bench measures real time")]
+
+use std::hint::black_box;
+use std::sync::Arc;
+use std::time::Instant;
+
+use cushion_core::driver::Call;
+use cushion_core::testing::RealClock;
+use cushion_core::{Engine, EngineConfig, Policy, PoolId, SimConfig, SimDriver, StreamId};
+
+const MIB: u64 = 1 << 20;
+const GIB: u64 = 1 << 30;
+const MAIN: StreamId = StreamId(0);
+
+type Gpu = Engine<SimDriver>;
+
+fn gpu(policy: Policy, capacity: u64) -> Gpu {
+    let driver = SimDriver::new(SimConfig::with_capacity(capacity));
+    let clock = Arc::new(RealClock::default());
+    let engine = Engine::with_config(driver, EngineConfig { clock, ..EngineConfig::default() });
+    engine.set_policy(policy);
+    engine.configure("wait_ms:0,trim_ms:0").expect("options that there are");
+    engine
+}
+
+/// Microseconds that `run` takes.
+fn micros(run: impl FnOnce()) -> f64 {
+    let start = Instant::now();
+    run();
+    start.elapsed().as_secs_f64() * 1e6
+}
+
+fn median(mut times: Vec<f64>) -> f64 {
+    times.sort_by(f64::total_cmp);
+    times[times.len() / 2]
+}
+
+/// A row with one figure for each policy.
+fn for_each_policy(name: &str, unit: &str, row: impl Fn(Policy) -> f64) {
+    let [segments, expandable, paged] = Policy::ALL.map(row);
+    println!("{name:<58} {segments:>12.1} {expandable:>12.1} {paged:>12.1} {unit}");
+}
+
+fn one(name: &str, value: f64, unit: &str) {
+    println!("{name:<58} {value:>38.1} {unit}");
+}
+
+// ---- pending frees ----
+
+/// A request is refused beside 32,000 blocks in a row that wait for another stream.
+fn refusal_beside_pending_neighbours() {
+    const COUNT: u64 = 32_000;
+    for_each_policy("refusal beside 32,000 pending neighbours", "µs", |policy| {
+        let gpu = gpu(policy, COUNT * 2 * MIB + GIB);
+        let blocks: Vec<u64> =
+            (0..COUNT).map(|_| gpu.alloc(2 * MIB, MAIN).expect("memory")).collect();
+        gpu.driver().launch(StreamId(1));
+        for &block in &blocks {
+            gpu.record_stream(block, StreamId(1)).expect("a live address");
+        }
+        for &block in &blocks {
+            gpu.free(block).expect("a live address");
+        }
+        let refused = || {
+            micros(|| {
+                let refused = gpu.alloc(COUNT * 2 * MIB + 512 * MIB, MAIN);
+                assert!(refused.is_err(), "there is less");
+            })
+        };
+        median((0..3).map(|_| refused()).collect())
+    });
+}
+
+/// An allocation and its free, while 10,000 streams have one free each that is not done.
+fn pair_with_pending_streams() {
+    const STREAMS: u64 = 10_000;
+    for_each_policy("pair with a pending free on each of 10,000 streams", "µs", |policy| {
+        let gpu = gpu(policy, 4096 * GIB);
+        for stream in 0..STREAMS {
+            let own = StreamId(stream);
+            // What stays, so that there is something to find.
+            gpu.alloc(4 << 10, own).expect("memory");
+            let block = gpu.alloc(4 << 10, own).expect("memory");
+            let other = StreamId((stream + 1) % STREAMS);
+            gpu.driver().launch(other);
+            gpu.record_stream(block, other).expect("a live address");
+            gpu.free(block).expect("a live address");
+        }
+        let pairs = 500;
+        let run = || {
+            let times = micros(|| {
+                for pair in 0..pairs {
+                    let stream = StreamId(pair * 7919 % STREAMS);
+                    let block = gpu.alloc(black_box(8 << 10), stream).expect("memory");
+                    gpu.free(block).expect("a live address");
+                }
+            });
+            #[expect(clippy::cast_precision_loss, reason = "a few hundred")]
+            let pairs = pairs as f64;
+            times / pairs
+        };
+        median((0..9).map(|_| run()).collect())
+    });
+}
+
+// ---- giving back ----
+
+/// All is given back, of 10,000 streams that have something each.
+fn emptying_with_many_streams() {
+    for_each_policy("empty_cache with 10,000 streams", "ms", |policy| {
+        let run = || {
+            let gpu = gpu(policy, 4096 * GIB);
+            for stream in (0..10_000).map(StreamId) {
+                for bytes in [4 << 10, 3 * MIB] {
+                    let block = gpu.alloc(bytes, stream).expect("memory");
+                    gpu.free(block).expect("a live address");
+                }
+            }
+            micros(|| gpu.empty_cache().expect("a sound driver")) / 1e3
+        };
+        median((0..3).map(|_| run()).collect())
+    });
+}
+
+/// All is given back, of some 2,000 pages that some 1,000 stitched ranges are made of.
+fn giving_back_ranges() {
+    let gpu = gpu(Policy::Paged, 64 * GIB);
+    gpu.configure("page_mb:2").expect("an option that there is");
+    let whole = 4 * GIB;
+    for _ in 0..3 {
+        let block = gpu.alloc(whole, MAIN).expect("memory");
+        gpu.free(block).expect("a live address");
+    }
+    gpu.empty_cache().expect("a sound driver");
+    let blocks: Vec<u64> =
+        (0..whole / (6 * MIB)).map(|_| gpu.alloc(6 * MIB, MAIN).expect("memory")).collect();
+    for &block in blocks.iter().step_by(2) {
+        gpu.free(block).expect("a live address");
+    }
+    for more in 0..1000 {
+        if let Ok(block) = gpu.alloc(10 * MIB + more * 2 * MIB, MAIN) {
+            gpu.free(block).expect("a live address");
+        }
+    }
+    let figures = gpu.page_figures();
+    let before = gpu.driver().counts();
+    let time = micros(|| gpu.empty_cache().expect("a sound driver")) / 1e3;
+    let after = gpu.driver().counts();
+    let name = format!("giving back {} ranges over {} pages", figures.ranges, figures.pages);
+    one(&name, time, "ms");
+    #[expect(clippy::cast_precision_loss, reason = "counts of calls")]
+    let (calls, unmaps) = (
+        (after.total() - before.total()) as f64,
+        (after.of(Call::Unmap) - before.of(Call::Unmap)) as f64,
+    );
+    one("    driver calls", calls, "");
+    one("    of which unmap", unmaps, "");
+}
+
+// ---- what is kept ----
+
+/// Pairs beside a million live blocks; then a request that is refused.
+fn beside_a_million_blocks() {
+    const LIVE: usize = 1_000_000;
+    let engines = Policy::ALL.map(|policy| {
+        let gpu = gpu(policy, 64 * GIB);
+        let live: Vec<u64> = (0..LIVE).map(|_| gpu.alloc(4 << 10, MAIN).expect("memory")).collect();
+        (policy, gpu, live)
+    });
+    let of = |policy: Policy| engines.iter().find(|(it, ..)| *it == policy).expect("all of them");
+    for_each_policy("pair beside a million live blocks", "ns", |policy| {
+        let (_, gpu, live) = of(policy);
+        let mut at = 1_u64;
+        let pairs = 20_000_u32;
+        let mut live = live.clone();
+        let mut run = || {
+            let time = micros(|| {
+                for _ in 0..pairs {
+                    at = at.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+                    let index = usize::try_from((at >> 33) % LIVE as u64).expect("a few");
+                    gpu.free(live[index]).expect("a live address");
+                    live[index] = gpu.alloc(black_box(4 << 10), MAIN).expect("memory");
+                }
+            });
+            time * 1e3 / f64::from(pairs)
+        };
+        median((0..9).map(|_| run()).collect())
+    });
+    for_each_policy("refusal beside a million live blocks", "ms", |policy| {
+        let (_, gpu, _) = of(policy);
+        let refused = || {
+            micros(|| {
+                assert!(gpu.alloc(63 * GIB, MAIN).is_err(), "there is less");
+            }) / 1e3
+        };
+        median((0..3).map(|_| refused()).collect())
+    });
+}
+
+/// The figures are read, after 50,000 streams had something, all at once, and none has any more.
+fn figures_after_many_streams() {
+    for_each_policy("stats() after 50,000 streams came and went", "µs", |policy| {
+        let gpu = gpu(policy, 1024 * GIB);
+        for stream in (1..=50_000).map(StreamId) {
+            let block = gpu.alloc(4 << 10, stream).expect("memory");
+            gpu.free(block).expect("a live address");
+            if stream.0 % 5_000 == 0 {
+                gpu.empty_cache().expect("a sound driver");
+            }
+        }
+        median((0..9).map(|_| micros(|| drop(black_box(gpu.stats())))).collect())
+    });
+}
+
+// ---- addresses ----
+
+/// 1,000 graphs have a pool each, of 2 MiB and 4 KiB.
+fn addresses_of_graph_pools() {
+    const TOTAL: u64 = 140 * GIB;
+    for_each_policy("addresses for 1,000 graph pools / the device's memory", "", |policy| {
+        let gpu = gpu(policy, TOTAL);
+        for pool in (1..=1000).map(|number| PoolId(0, number)) {
+            gpu.begin_allocate_to_pool(pool, Box::new(|_| true)).expect("a new pool");
+            for bytes in [2 * MIB, 4 << 10] {
+                let block = gpu.alloc(bytes, MAIN).expect("memory");
+                gpu.free(block).expect("a live address");
+            }
+            gpu.end_allocate_to_pool(pool).expect("the pool");
+        }
+        #[expect(clippy::cast_precision_loss, reason = "a ratio")]
+        let ratio = gpu.driver().reserved_addresses() as f64 / TOTAL as f64;
+        ratio
+    });
+}
+
+fn main() {
+    let rows: [fn(); 7] = [
+        refusal_beside_pending_neighbours,
+        pair_with_pending_streams,
+        emptying_with_many_streams,
+        giving_back_ranges,
+        beside_a_million_blocks,
+        figures_after_many_streams,
+        addresses_of_graph_pools,
+    ];
+    println!("{:<58} {:>12} {:>12} {:>12}", "", "segments", "expandable", "paged");
+    rows.into_iter().for_each(|row| row());
+}
