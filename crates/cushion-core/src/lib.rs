@@ -38,6 +38,7 @@ mod drain;
 mod engine;
 mod error;
 mod free_index;
+mod free_pages;
 mod future;
 mod give_back;
 mod growth;
@@ -47,15 +48,19 @@ mod inject;
 mod ladder;
 mod layout;
 mod locked;
+mod looked_at;
+mod marks;
 mod owner;
 mod pages;
 mod pending;
+mod pieces;
 mod policy;
 mod pool;
 mod private;
 mod queue;
 mod receipt;
 mod restore;
+mod room;
 mod segment;
 mod settings;
 mod shortages;
@@ -84,6 +89,8 @@ pub use future::AllocFuture;
 pub use history::{Action, Context, Entry};
 pub use inject::{Faults, Injection, InjectionError};
 pub use ladder::{Ladder, Rung, RungSet};
+#[doc(hidden)]
+pub use looked_at::LookedAt;
 pub use options::Options;
 pub use owner::{
     Owner, Task, Working, budget, current_owner, in_callback, is_in_callback,

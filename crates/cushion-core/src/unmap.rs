@@ -65,7 +65,9 @@ impl<D: Driver> Locked<'_, D> {
         unstuck?;
         self.driver.unreserve(address, size)?;
         let State { blocks, segments, pools, .. } = &mut *self.state;
-        pools[pool].lane_mut(stream).remove_unmapped(address);
+        let lane = pools[pool].lane_mut(stream);
+        lane.remove_unmapped(address);
+        lane.remove_homes(address);
         pools[pool].segments -= 1;
         blocks.remove(id);
         segments.remove(segment);
