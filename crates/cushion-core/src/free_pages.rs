@@ -38,6 +38,8 @@ struct Homes {
 pub(crate) struct FreePages {
     /// Lowest first.
     homes: Vec<Homes>,
+    /// Those that changed last.
+    recent: usize,
     /// Whether pages count that are free as a whole, and no others.
     only_whole: bool,
     known: BTreeMap<u64, Free>,
@@ -77,6 +79,7 @@ impl FreePages {
     pub(crate) fn new(only_whole: bool) -> Self {
         Self {
             homes: Vec::new(),
+            recent: 0,
             only_whole,
             known: BTreeMap::new(),
             whole: BTreeSet::new(),
@@ -111,6 +114,7 @@ impl FreePages {
     }
 
     /// What lies here became free, or is not any more; or it has other pages now.
+    #[inline]
     pub(crate) fn changed(&mut self, addresses: Range<u64>) {
         // Other policies' segments and second addresses are nobody's home.
         if let Some(homes) = self.homes_around(addresses.start) {
@@ -118,9 +122,20 @@ impl FreePages {
         }
     }
 
+    #[inline]
     fn homes_around(&mut self, address: u64) -> Option<&mut Homes> {
+        let is_recent = |it: &Homes| it.addresses.contains(&address);
+        if !self.homes.get(self.recent).is_some_and(is_recent) {
+            self.recent = self.place_of(address)?;
+        }
+        self.homes.get_mut(self.recent)
+    }
+
+    /// The place of the homes that an address lies in.
+    #[inline(never)]
+    fn place_of(&self, address: u64) -> Option<usize> {
         let after = self.homes.partition_point(|it| it.addresses.start <= address);
-        self.homes[..after].last_mut().filter(|it| address < it.addresses.end)
+        after.checked_sub(1).filter(|&place| self.homes[place].addresses.contains(&address))
     }
 
     /// Looks at the pages that changed, and returns how many. `pages` are those in a range, lowest first, where each
@@ -221,9 +236,7 @@ impl FreePages {
 
     /// The segment that a page has its home in.
     pub(crate) fn segment_of(&self, home: u64) -> Option<SegmentId> {
-        let after = self.homes.partition_point(|it| it.addresses.start <= home);
-        let homes = self.homes[..after].last().filter(|it| home < it.addresses.end);
-        homes.map(|homes| homes.segment)
+        self.place_of(home).map(|place| self.homes[place].segment)
     }
 
     // ---- for the invariant checker ----
@@ -401,7 +414,7 @@ mod tests {
                     prop_assert_eq!(free_pages.ends().collect::<Vec<_>>(), ends);
                     prop_assert_eq!(free_pages.beginnings().collect::<Vec<_>>(), beginnings);
                     let least = length * UNIT / 2;
-                    let smallest = whole.iter().filter(|(bytes, _)| *bytes >= least).next_back();
+                    let smallest = whole.iter().rfind(|(bytes, _)| *bytes >= least);
                     prop_assert_eq!(free_pages.smallest_whole(least), smallest.copied());
                     for (_, Reverse(home)) in whole {
                         let segment = SegmentId::new(u32::from(home >= STARTS[1]));

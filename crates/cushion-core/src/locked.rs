@@ -547,6 +547,7 @@ impl<D: Driver> Locked<'_, D> {
     }
 
     /// Puts a block, of which only a part was not free before, into the free index of its lane.
+    #[inline]
     fn put_free(&mut self, id: BlockId, freed: Range<u64>) {
         let State { blocks, pools, .. } = &mut *self.state;
         let block = &mut blocks[id];

@@ -40,8 +40,19 @@ impl Marks {
     }
 
     /// Marks what is not empty and what there is room for.
+    #[inline]
     pub(crate) fn mark(&mut self, range: Range<u64>) {
         let (first, last) = (self.unit_of(range.start), self.unit_of(range.end - 1));
+        // Most often it is marked already: the same memory is handed out again and again.
+        let in_first = u64::MAX >> (WORD - 1 - last % WORD) & u64::MAX << (first % WORD);
+        let is_marked = |word: &u64| word & in_first == in_first;
+        if first / WORD != last / WORD || !self.words.get(first / WORD).is_some_and(is_marked) {
+            self.mark_units(first, last);
+        }
+    }
+
+    #[inline(never)]
+    fn mark_units(&mut self, first: usize, last: usize) {
         let (low, high) = (first / WORD, last / WORD);
         let (from, to) = (u64::MAX << (first % WORD), u64::MAX >> (WORD - 1 - last % WORD));
         if low == high {

@@ -124,6 +124,7 @@ impl Lane {
     }
 
     /// A part of a free block of so many bytes was not free before, or is not any more; or it has other pages.
+    #[inline]
     pub(crate) fn changed(&mut self, block: u64, part: Range<u64>) {
         if let Some(by_address) = &mut self.by_address
             && block >= by_address.least
