@@ -38,8 +38,8 @@ struct Homes {
 pub(crate) struct FreePages {
     /// Lowest first.
     homes: Vec<Homes>,
-    /// Those that changed last.
-    recent: usize,
+    /// Addresses that are marked as changed, all of them.
+    marked: Range<u64>,
     /// Whether pages count that are free as a whole, and no others.
     only_whole: bool,
     known: BTreeMap<u64, Free>,
@@ -79,7 +79,7 @@ impl FreePages {
     pub(crate) fn new(only_whole: bool) -> Self {
         Self {
             homes: Vec::new(),
-            recent: 0,
+            marked: 0..0,
             only_whole,
             known: BTreeMap::new(),
             whole: BTreeSet::new(),
@@ -102,37 +102,36 @@ impl FreePages {
             return;
         };
         let gone = self.homes.remove(place).addresses;
+        self.marked = 0..0;
         let known: Vec<u64> = self.known.range(gone).map(|(&home, _)| home).collect();
         known.into_iter().for_each(|home| self.set(home, None));
     }
 
     /// Pages are about to be at home here, so that these addresses can change.
     pub(crate) fn reach(&mut self, addresses: &Range<u64>) {
-        if let Some(homes) = self.homes_around(addresses.start) {
-            homes.changed.reach(addresses.end);
+        if let Some(place) = self.place_of(addresses.start) {
+            self.homes[place].changed.reach(addresses.end);
         }
     }
 
     /// What lies here became free, or is not any more; or it has other pages now.
     #[inline]
     pub(crate) fn changed(&mut self, addresses: Range<u64>) {
-        // Other policies' segments and second addresses are nobody's home.
-        if let Some(homes) = self.homes_around(addresses.start) {
-            homes.changed.mark(addresses);
+        // Most often that is known: the same memory is handed out again and again.
+        if addresses.start < self.marked.start || self.marked.end < addresses.end {
+            self.mark(addresses);
         }
     }
 
-    #[inline]
-    fn homes_around(&mut self, address: u64) -> Option<&mut Homes> {
-        let is_recent = |it: &Homes| it.addresses.contains(&address);
-        if !self.homes.get(self.recent).is_some_and(is_recent) {
-            self.recent = self.place_of(address)?;
+    #[inline(never)]
+    fn mark(&mut self, addresses: Range<u64>) {
+        // Other policies' segments and second addresses are nobody's home.
+        if let Some(place) = self.place_of(addresses.start) {
+            self.marked = self.homes[place].changed.mark(addresses);
         }
-        self.homes.get_mut(self.recent)
     }
 
     /// The place of the homes that an address lies in.
-    #[inline(never)]
     fn place_of(&self, address: u64) -> Option<usize> {
         let after = self.homes.partition_point(|it| it.addresses.start <= address);
         after.checked_sub(1).filter(|&place| self.homes[place].addresses.contains(&address))
@@ -146,6 +145,7 @@ impl FreePages {
         around: impl Fn(u64) -> Option<Range<u64>>,
     ) -> u64 {
         let mut looked_at = 0;
+        self.marked = 0..0;
         // Of pages side by side, many lie in one free block.
         let mut latest = 0..0;
         let mut around = |address| {

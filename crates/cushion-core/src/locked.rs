@@ -547,7 +547,8 @@ impl<D: Driver> Locked<'_, D> {
     }
 
     /// Puts a block, of which only a part was not free before, into the free index of its lane.
-    #[inline]
+    #[expect(clippy::inline_always, reason = "one call in a free fewer")]
+    #[inline(always)]
     fn put_free(&mut self, id: BlockId, freed: Range<u64>) {
         let State { blocks, pools, .. } = &mut *self.state;
         let block = &mut blocks[id];

@@ -39,22 +39,13 @@ impl Marks {
         ((address - self.start) >> self.shift) as usize
     }
 
-    /// Marks what is not empty and what there is room for.
-    #[inline]
-    pub(crate) fn mark(&mut self, range: Range<u64>) {
-        let (first, last) = (self.unit_of(range.start), self.unit_of(range.end - 1));
-        // Most often it is marked already: the same memory is handed out again and again.
-        let in_first = u64::MAX >> (WORD - 1 - last % WORD) & u64::MAX << (first % WORD);
-        let is_marked = |word: &u64| word & in_first == in_first;
-        if first / WORD != last / WORD || !self.words.get(first / WORD).is_some_and(is_marked) {
-            self.mark_units(first, last);
-        }
-    }
-
-    #[inline(never)]
-    fn mark_units(&mut self, first: usize, last: usize) {
+    /// Marks what is not empty and what there is room for. Returns it, with what lies around it and is marked too, as
+    /// far as that is seen at once.
+    pub(crate) fn mark(&mut self, range: Range<u64>) -> Range<u64> {
+        let (mut first, mut last) = (self.unit_of(range.start), self.unit_of(range.end - 1));
         let (low, high) = (first / WORD, last / WORD);
-        let (from, to) = (u64::MAX << (first % WORD), u64::MAX >> (WORD - 1 - last % WORD));
+        let (below, above) = (WORD - 1 - first % WORD, WORD - 1 - last % WORD);
+        let (from, to) = (u64::MAX << (first % WORD), u64::MAX >> above);
         if low == high {
             self.words[low] |= from & to;
         } else {
@@ -64,6 +55,13 @@ impl Marks {
         }
         self.low = self.low.min(low);
         self.high = self.high.max(high);
+        first -= (self.words[low] << below).leading_ones() as usize - 1;
+        last += (self.words[high] >> (last % WORD)).trailing_ones() as usize - 1;
+        self.address_of(first)..self.address_of(last + 1)
+    }
+
+    fn address_of(&self, unit: usize) -> u64 {
+        self.start + ((unit as u64) << self.shift)
     }
 
     /// Takes the lowest marks that lie together: what they are on.
@@ -84,8 +82,7 @@ impl Marks {
             (end, bit) = (end + 1, 0);
         }
         self.low = end;
-        let address = |unit: usize| self.start + ((unit as u64) << self.shift);
-        Some(address(word * WORD + first)..address(end * WORD + bit))
+        Some(self.address_of(word * WORD + first)..self.address_of(end * WORD + bit))
     }
 
     /// Whether anything of a range that is not empty is marked.
@@ -119,8 +116,11 @@ mod tests {
             for (from, length, takes) in steps {
                 let range = START + from * UNIT + 7..START + (from + length) * UNIT - 9;
                 marks.reach(range.end);
-                marks.mark(range.clone());
+                let around = marks.mark(range.clone());
                 model.extend(from..from + length);
+                prop_assert!(around.start <= range.start && range.end <= around.end);
+                let units = (around.start - START) / UNIT..(around.end - START) / UNIT;
+                prop_assert!(units.clone().all(|unit| model.contains(&unit)), "{:?}", units);
                 prop_assert!(marks.any(range));
                 for unit in 0..510 {
                     let at = START + unit * UNIT;
