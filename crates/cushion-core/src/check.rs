@@ -8,7 +8,7 @@ use crate::block::{Block, BlockId, BlockState};
 use crate::driver::{Driver, StreamId};
 use crate::locked::{Locked, State};
 use crate::pages::PageUse;
-use crate::pool::{PoolId, PoolIndex};
+use crate::pool::{Lane, PoolId, PoolIndex};
 use crate::segment::{Backing, SegmentId};
 use crate::stats::{StatArray, Stats};
 
@@ -16,6 +16,9 @@ use crate::stats::{StatArray, Stats};
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("broken invariant: {0}")]
 pub struct Violation(pub String);
+
+/// The blocks of each segment, in order.
+type Chains = BTreeMap<SegmentId, Vec<BlockId>>;
 
 /// Returns a [`Violation`] unless the condition holds.
 macro_rules! ensure {
@@ -33,13 +36,14 @@ impl<D: Driver> Locked<'_, D> {
         self.check_indexes()?;
         self.check_live_and_pending()?;
         self.check_pages(&chains)?;
+        self.check_free_pages(&chains)?;
         self.check_stitches(&chains)?;
         self.check_leaving()?;
         self.check_counters()
     }
 
     /// Neighbours are linked both ways, tile their segment, and no two of them could merge.
-    fn check_chains(&self) -> Result<BTreeMap<SegmentId, Vec<BlockId>>, Violation> {
+    fn check_chains(&self) -> Result<Chains, Violation> {
         let blocks = &self.state.blocks;
         let mut chains = BTreeMap::new();
         let mut seen = 0_usize;
@@ -68,7 +72,7 @@ impl<D: Driver> Locked<'_, D> {
     }
 
     /// Every segment has one chain, which covers it exactly.
-    fn check_segments(&self, chains: &BTreeMap<SegmentId, Vec<BlockId>>) -> Result<(), Violation> {
+    fn check_segments(&self, chains: &Chains) -> Result<(), Violation> {
         let mut held: BTreeMap<(PoolIndex, StreamId), (u32, u64)> = BTreeMap::new();
         let mut ranges = BTreeMap::new();
         for (id, segment) in self.state.segments.iter() {
@@ -231,7 +235,7 @@ impl<D: Driver> Locked<'_, D> {
 
     /// Behind every mapped block of a paged segment lie pages, whole and without gaps; behind
     /// unmapped ones nothing, but for mappings the driver would not undo. Every page counts once.
-    fn check_pages(&self, chains: &BTreeMap<SegmentId, Vec<BlockId>>) -> Result<(), Violation> {
+    fn check_pages(&self, chains: &Chains) -> Result<(), Violation> {
         let pages = &self.state.pages;
         let mut mappings: BTreeMap<u64, u64> = pages.mappings().collect();
         for (id, segment) in self.state.segments.iter() {
@@ -301,8 +305,32 @@ impl<D: Driver> Locked<'_, D> {
         Ok(())
     }
 
+    /// What a lane knows of how its pages are free is so, but for those that it has still to look at.
+    fn check_free_pages(&self, chains: &Chains) -> Result<(), Violation> {
+        let State { blocks, segments, pages, pools, .. } = &*self.state;
+        let mut free: BTreeMap<(PoolIndex, StreamId), BTreeMap<u64, u64>> = BTreeMap::new();
+        let homes = segments.iter().filter(|(_, segment)| segment.backing == Backing::Homes);
+        for (id, segment) in homes {
+            let here = free.entry((segment.pool, segment.stream)).or_default();
+            let blocks = chains[&id].iter().map(|&id| &blocks[id]);
+            here.extend(blocks.filter(|it| it.is_free()).map(|it| (it.address, it.end())));
+        }
+        for ((pool, stream), free) in free {
+            let known = pools[pool].lane(stream).and_then(Lane::free_pages);
+            let around = |address: u64| {
+                let (&start, &end) = free.range(..=address).next_back()?;
+                (address < end).then_some(start..end)
+            };
+            ensure!(
+                known.is_some_and(|known| known.agrees(|range| pages.pages_in(range), around)),
+                "of pages of stream {stream:?} in {pool:?} it is not known how they are free"
+            );
+        }
+        Ok(())
+    }
+
     /// What a range hands out is lent at home, byte for byte, and nothing else is.
-    fn check_stitches(&self, chains: &BTreeMap<SegmentId, Vec<BlockId>>) -> Result<(), Violation> {
+    fn check_stitches(&self, chains: &Chains) -> Result<(), Violation> {
         let blocks = &self.state.blocks;
         let mut lent = BTreeSet::new();
         for (id, stitch) in self.state.stitches.iter() {

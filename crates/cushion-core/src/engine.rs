@@ -20,6 +20,7 @@ use crate::homes::Homes;
 use crate::ladder::Ladder;
 use crate::layout::Layout;
 use crate::locked::{Asked, Attempt, Locked, State};
+use crate::looked_at::{LookedAt, Looks};
 use crate::options::Options;
 use crate::owner::{self, Owner};
 use crate::pages::PageTable;
@@ -176,6 +177,7 @@ impl<D: Driver> Engine<D> {
             leader: Owner::NOBODY,
             injection: None,
             attention: false,
+            looks: Looks::default(),
         };
         Self {
             driver,
@@ -515,6 +517,13 @@ impl<D: Driver> Engine<D> {
             let free = engine.reserved().saturating_sub(engine.stuck());
             PageFigures { pages: engine.state.pages.iter().count(), ranges, addresses, free }
         })
+    }
+
+    /// How much was looked at so far with the lock held, for tests.
+    #[doc(hidden)]
+    #[must_use]
+    pub fn looked_at(&self) -> LookedAt {
+        self.lock().looks.so_far()
     }
 
     /// Peaks start again from now.

@@ -225,6 +225,7 @@ impl<D: Driver> Locked<'_, D> {
         let State { blocks, pools, .. } = &mut *self.state;
         let lane = pools[pool].lane_mut(stream);
         lane.remove_unmapped(address);
+        lane.reach(&(address..address + bytes));
         if bytes < room {
             let rest = blocks.split_back(id, bytes);
             lane.insert_unmapped(address + bytes, rest);

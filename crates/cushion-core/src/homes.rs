@@ -3,12 +3,13 @@
 //! A miss looks for memory in the order of what it costs: a range stitched before costs nothing, a page some tens of
 //! microseconds, a new range as much for each page in it, and a byte more than was ever live costs a byte.
 
-use crate::block::{BlockId, BlockState};
+use crate::block::BlockId;
 use crate::driver::{Driver, DriverResult, StreamId};
 use crate::history::Context;
 use crate::locked::{Locked, State};
 use crate::policy::{PageSizes, Policy, Request};
 use crate::pool::PoolIndex;
+use crate::room::Room;
 use crate::segment::Backing;
 use crate::size::{MIB, round_up};
 use crate::stitch::{Part, StitchId};
@@ -67,15 +68,6 @@ pub(crate) enum Found {
     Range(StitchId),
 }
 
-/// Where a lane's homes can grow.
-#[derive(Debug, Clone, Copy)]
-struct Room {
-    /// The first block of the room: free, or unmapped.
-    start: BlockId,
-    /// Bytes of it that have no pages.
-    missing: u64,
-}
-
 impl<D: Driver> Locked<'_, D> {
     /// Serves a miss without the driver: from a range stitched before.
     pub(crate) fn look_again(&self, request: &Request) -> Option<Found> {
@@ -86,7 +78,7 @@ impl<D: Driver> Locked<'_, D> {
     }
 
     /// Whether serving the request by growing would take more than was ever live.
-    pub(crate) fn growing_passes_high_water(&self, request: &Request) -> bool {
+    pub(crate) fn growing_passes_high_water(&mut self, request: &Request) -> bool {
         let missing = self.room_at_home(request).map_or(request.size, |room| room.missing);
         let lane = (request.pool, request.stream);
         let more = self.fresh_pages(lane, missing, u64::MAX).map_or(u64::MAX, |(_, bytes)| bytes);
@@ -150,31 +142,6 @@ impl<D: Driver> Locked<'_, D> {
         sizes
     }
 
-    /// The place in the lane's homes where the least is missing for the request, the lowest of those.
-    fn room_at_home(&self, request: &Request) -> Option<Room> {
-        let State { blocks, segments, pools, .. } = &*self.state;
-        let lane = pools[request.pool].lane(request.stream)?;
-        let usable =
-            |id: &BlockId| matches!(blocks[*id].state, BlockState::Free | BlockState::Unmapped);
-        let rooms = lane.unmapped().filter_map(|(_, unmapped)| {
-            if segments[blocks[unmapped].segment].backing != Backing::Homes {
-                return None;
-            }
-            let start = blocks[unmapped].prev.filter(usable).unwrap_or(unmapped);
-            let (mut room, mut missing) = (0, 0);
-            let mut at = Some(start);
-            while room < request.size {
-                let block = &blocks[at.filter(usable)?];
-                let more = block.size.min(request.size - room);
-                room += more;
-                missing += if block.is_mapped() { 0 } else { more };
-                at = block.next;
-            }
-            Some(Room { start, missing })
-        });
-        rooms.min_by_key(|room| room.missing)
-    }
-
     /// A free block for the request out of fresh pages, or stitched from what is free and as few of them as will do;
     /// `None` if memory ran out.
     pub(crate) fn grow_homes(
@@ -200,10 +167,12 @@ impl<D: Driver> Locked<'_, D> {
             return self.grow_at_home(request, policy, context);
         }
         let at_home = self.room_at_home(request).map_or(request.size, |room| room.missing);
-        let pieces = self.pieces((request.pool, request.stream));
+        // What a failed attempt leaves behind is for the next miss.
+        self.pieces((request.pool, request.stream));
         let least = self.state.options.page_size / LEAST_PIECE;
         for least in [least, 0] {
-            let plan = pieces.plan(request.size, least);
+            let plan = self.pieces_before((request.pool, request.stream)).plan(request.size, least);
+            self.state.looks.at_pages(plan.pages() as u64);
             let dearer = self.price(request, plan.missing, plan.pages(), 2)
                 >= self.price(request, at_home, 0, 1);
             let no_less = self.whole_units(plan.missing) >= self.whole_units(at_home);
@@ -241,7 +210,7 @@ impl<D: Driver> Locked<'_, D> {
     }
 
     /// What the driver has to have before it can serve the request, once everything cached is given back.
-    pub(crate) fn needed(&self, request: &Request) -> u64 {
+    pub(crate) fn needed(&mut self, request: &Request) -> u64 {
         let rules = self.state.policy.rules();
         let needed = rules.needed(request.size, request.wanted);
         if !rules.stitches() {
@@ -250,8 +219,8 @@ impl<D: Driver> Locked<'_, D> {
         if request.small {
             return self.whole_units(needed);
         }
-        let pieces = self.pieces((request.pool, request.stream));
-        self.whole_units(needed.saturating_sub(pieces.bytes_at_borders()))
+        let at_borders = self.pieces((request.pool, request.stream)).bytes_at_borders();
+        self.whole_units(needed.saturating_sub(at_borders))
     }
 
     /// What a device that holds nothing has to give for the request: no segment is made where pages are stitched.
@@ -309,11 +278,12 @@ impl<D: Driver> Locked<'_, D> {
                 return Ok(None);
             };
             let made = self.paged_segment(bytes, Backing::Homes, request, policy, context)?;
-            if made.is_some() {
-                // Of small ones only whole pages are looked for.
-                let least = if request.small { self.device.granularity } else { 0 };
-                let pool = &mut self.state.pools[request.pool];
-                pool.lane_mut(request.stream).keep_by_address(least);
+            if let Some(id) = made {
+                let State { pools, blocks, .. } = &mut *self.state;
+                let block = &blocks[id];
+                let lane = pools[request.pool].lane_mut(request.stream);
+                let (addresses, unit) = (block.address..block.end(), self.device.granularity);
+                lane.add_homes(addresses, block.segment, request.small, unit);
                 return Ok(made);
             }
         }

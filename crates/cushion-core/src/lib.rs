@@ -38,6 +38,7 @@ mod contexts;
 mod engine;
 mod error;
 mod free_index;
+mod free_pages;
 mod future;
 mod give_back;
 mod growth;
@@ -47,9 +48,12 @@ mod inject;
 mod ladder;
 mod layout;
 mod locked;
+mod looked_at;
+mod marks;
 mod owner;
 mod pages;
 mod pending;
+mod pieces;
 mod policy;
 mod pool;
 mod private;
@@ -57,6 +61,7 @@ mod proof;
 mod queue;
 mod receipt;
 mod restore;
+mod room;
 mod segment;
 mod settings;
 mod shortages;
@@ -86,6 +91,8 @@ pub use future::AllocFuture;
 pub use history::{Action, Context, Entry};
 pub use inject::{Faults, Injection, InjectionError};
 pub use ladder::{Ladder, Rung, RungSet};
+#[doc(hidden)]
+pub use looked_at::LookedAt;
 pub use options::Options;
 pub use owner::{
     Owner, Task, Working, budget, current_owner, in_callback, is_in_callback,

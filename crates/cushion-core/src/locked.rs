@@ -1,6 +1,8 @@
 //! The engine while its lock is held: the path of an allocation that finds a free block, and of a
 //! free that nobody waits for. Everything slower is in the files named after it.
 
+use std::ops::Range;
+
 use rustc_hash::FxHashMap;
 
 use crate::block::{BlockId, BlockState, BlockTable};
@@ -13,6 +15,7 @@ use crate::homes::{Found, Homes};
 use crate::inject::{Injected, Injection};
 use crate::ladder::{Ladder, Rung};
 use crate::layout::Layout;
+use crate::looked_at::Looks;
 use crate::options::Options;
 use crate::owner::{self, Owner, Wishes};
 use crate::pages::PageTable;
@@ -66,6 +69,7 @@ pub(crate) struct State {
     pub(crate) injection: Option<Injection>,
     /// Whether an allocation has to look whether somebody waits, or a failure is injected.
     pub(crate) attention: bool,
+    pub(crate) looks: Looks,
 }
 
 /// What somebody asked for.
@@ -431,6 +435,7 @@ impl<D: Driver> Locked<'_, D> {
         block.owner = request.owner;
         let (size, pool) = (block.size, block.pool);
         lane.activated(address, size);
+        lane.changed(whole, address..address + size);
         self.state.live.insert(address, id);
         if Self::is_spill(pool) {
             self.counters.spilled_allocation.increase(1);
@@ -522,6 +527,7 @@ impl<D: Driver> Locked<'_, D> {
         let searches = pool.searches;
         let lane = pool.lane_mut(block.stream);
         lane.remove_free(block.size, block.address);
+        lane.changed(block.size, start..end);
         for rest in blocks.cut(id, start, end).into_iter().flatten() {
             let block = &mut blocks[rest];
             block.free_since = searches;
@@ -532,13 +538,14 @@ impl<D: Driver> Locked<'_, D> {
     /// A block becomes free and merges with its neighbours; returns how many, and their bytes.
     pub(crate) fn merge_free(&mut self, id: BlockId) -> (u64, u64) {
         let block = &self.state.blocks[id];
+        let freed = block.address..block.end();
         let mut merged = (0, 0);
         for neighbour in [block.prev, block.next].into_iter().flatten() {
             if let Some(bytes) = self.try_merge(id, neighbour, BlockState::Free) {
                 merged = (merged.0 + 1, merged.1 + bytes);
             }
         }
-        self.insert_free(id);
+        self.put_free(id, freed);
         merged
     }
 
@@ -583,12 +590,22 @@ impl<D: Driver> Locked<'_, D> {
 
     /// Puts a block into the free index of its lane.
     pub(crate) fn insert_free(&mut self, id: BlockId) {
+        let block = &self.state.blocks[id];
+        self.put_free(id, block.address..block.end());
+    }
+
+    /// Puts a block, of which only a part was not free before, into the free index of its lane.
+    #[expect(clippy::inline_always, reason = "one call in a free fewer")]
+    #[inline(always)]
+    fn put_free(&mut self, id: BlockId, freed: Range<u64>) {
         let State { blocks, pools, .. } = &mut *self.state;
         let block = &mut blocks[id];
         let pool = &mut pools[block.pool];
         block.state = BlockState::Free;
         block.free_since = pool.searches;
-        pool.lane_mut(block.stream).insert_free(block.size, block.address, id);
+        let lane = pool.lane_mut(block.stream);
+        lane.insert_free(block.size, block.address, id);
+        lane.changed(block.size, freed);
     }
 
     // ---- small questions ----

@@ -231,6 +231,13 @@ impl PageTable {
         (address < start + bytes).then_some((start, bytes, page))
     }
 
+    /// The pages mapped in a range or into it, lowest first: where each begins there, and its size.
+    pub(crate) fn pages_in(&self, range: std::ops::Range<u64>) -> impl Iterator<Item = (u64, u64)> {
+        let first = self.page_around(range.start).map_or(range.start, |(start, ..)| start);
+        let mapped = self.mapped.range(first..range.end);
+        mapped.map(|(&address, page)| (address, self.pages[page].bytes))
+    }
+
     /// Every mapping: address and size.
     pub(crate) fn mappings(&self) -> impl Iterator<Item = (u64, u64)> {
         self.mapped.iter().map(|(&address, page)| (address, self.pages[page].bytes))

@@ -7,16 +7,20 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::hash::BuildHasher;
-use std::ops::{Index, IndexMut};
+use std::ops::{Index, IndexMut, Range};
 use std::sync::Arc;
 
 use rustc_hash::FxBuildHasher;
 use serde::{Deserialize, Serialize};
 
-use crate::block::BlockId;
+use crate::block::{BlockId, BlockTable};
 use crate::driver::StreamId;
 use crate::free_index::FreeIndex;
+use crate::free_pages::FreePages;
+use crate::pages::PageTable;
 use crate::proof::Moment;
+use crate::room::Room;
+use crate::segment::SegmentId;
 use crate::stats::{LaneStats, Lanes};
 use crate::table::{Id, Table};
 
@@ -43,19 +47,38 @@ pub(crate) type PoolIndex = Id<Pool>;
 pub(crate) struct Lane {
     /// By size, then address: the first that is large enough is the best fit.
     free: FreeIndex,
-    /// Those of at least so many bytes by address, in lanes that look for what lies at one.
-    by_address: Option<(u64, FreeIndex)>,
+    /// Lanes that have homes know what lies where.
+    by_address: Option<Box<ByAddress>>,
     /// Unmapped blocks by address.
     unmapped: BTreeMap<u64, BlockId>,
     /// Segments of the lane that are still held: with the last, it goes.
     segments: u32,
     /// Addresses of those of them that pages come and go behind.
     addresses: u64,
+    /// Where room of so many bytes was found, while nothing is free or unmapped that was not then, or the other way round.
+    room: Option<(u64, Option<Room>)>,
     /// What is live in it, and where, in one number.
     live: u64,
     /// Whether other streams work on its blocks, so that it and they run side by side.
     pub(crate) is_shared: bool,
     stats: Arc<LaneStats>,
+}
+
+/// What lies where in a lane.
+#[derive(Debug)]
+struct ByAddress {
+    /// Free blocks of so many bytes are looked for, and no smaller ones.
+    least: u64,
+    /// Those, by address and size.
+    free: FreeIndex,
+    pages: FreePages,
+}
+
+impl ByAddress {
+    fn free_at(&self, address: u64) -> Option<BlockId> {
+        // Here the address comes first, so that what is smaller begins before it.
+        self.free.smaller_than(address + 1).next()
+    }
 }
 
 impl Lane {
@@ -64,28 +87,86 @@ impl Lane {
         &self.free
     }
 
-    /// The free block that `address` lies in, if it lies in one that is [kept by address](Self::keep_by_address).
+    /// The free block that `address` lies in, if it lies in one and the lane [has homes](Self::add_homes).
     pub(crate) fn free_at(&self, address: u64) -> Option<BlockId> {
-        let (_, by_address) = self.by_address.as_ref()?;
-        // Here the address comes first, so that what is smaller begins before it.
-        by_address.smaller_than(address + 1).next()
+        self.by_address.as_ref()?.free_at(address)
     }
 
-    /// From now on, free blocks of at least so many bytes can be looked up by address.
-    pub(crate) fn keep_by_address(&mut self, least: u64) {
-        if self.by_address.is_none() {
-            let mut by_address = FreeIndex::default();
+    /// Pages, of multiples of `unit`, will have their homes in a segment. From now on, free blocks can be looked up by
+    /// address. In a lane of small requests only whole pages are looked for, and blocks that have room for one.
+    pub(crate) fn add_homes(
+        &mut self,
+        addresses: Range<u64>,
+        segment: SegmentId,
+        small: bool,
+        unit: u64,
+    ) {
+        let by_address = self.by_address.get_or_insert_with(|| {
+            let least = if small { unit } else { 0 };
+            let mut free = FreeIndex::default();
             for (size, address, id) in self.free.iter().filter(|&(size, ..)| size >= least) {
-                by_address.insert(address, size, id);
+                free.insert(address, size, id);
             }
-            self.by_address = Some((least, by_address));
+            Box::new(ByAddress { least, free, pages: FreePages::new(small) })
+        });
+        by_address.pages.add_homes(addresses, segment, unit);
+    }
+
+    /// The segment that begins at `start` is no more.
+    pub(crate) fn remove_homes(&mut self, start: u64) {
+        if let Some(by_address) = &mut self.by_address {
+            by_address.pages.remove_homes(start);
         }
+    }
+
+    /// Pages come to these addresses: what of them is free can change from now on.
+    pub(crate) fn reach(&mut self, addresses: &Range<u64>) {
+        if let Some(by_address) = &mut self.by_address {
+            by_address.pages.reach(addresses);
+        }
+    }
+
+    /// A part of a free block of so many bytes was not free before, or is not any more; or it has other pages.
+    #[inline]
+    pub(crate) fn changed(&mut self, block: u64, part: Range<u64>) {
+        if let Some(by_address) = &mut self.by_address
+            && block >= by_address.least
+        {
+            by_address.pages.changed(part);
+        }
+    }
+
+    /// Brings up to date which pages are free, and how; returns how many were looked at.
+    pub(crate) fn look_at_changes(&mut self, pages: &PageTable, blocks: &BlockTable) -> u64 {
+        let Some(by_address) = &mut self.by_address else { return 0 };
+        let ByAddress { free, pages: free_pages, .. } = &mut **by_address;
+        free_pages.refresh(
+            |range| pages.pages_in(range),
+            |address| {
+                let block = &blocks[free.smaller_than(address + 1).next()?];
+                (address < block.end()).then(|| block.address..block.end())
+            },
+        )
+    }
+
+    /// Which pages are free, and how, as of the last look; `None` in a lane without homes.
+    pub(crate) fn free_pages(&self) -> Option<&FreePages> {
+        self.by_address.as_ref().map(|by_address| &by_address.pages)
+    }
+
+    /// Where room was found, and of how many bytes, if that is still so.
+    pub(crate) fn room_found(&self) -> Option<(u64, Option<Room>)> {
+        self.room
+    }
+
+    pub(crate) fn note_room(&mut self, size: u64, room: Option<Room>) {
+        self.room = Some((size, room));
     }
 
     /// The index by address, if a block of this size is in it.
     fn by_address(&mut self, size: u64) -> Option<&mut FreeIndex> {
-        let (least, by_address) = self.by_address.as_mut()?;
-        (size >= *least).then_some(by_address)
+        let by_address = self.by_address.as_mut()?;
+        (size >= by_address.least).then_some(&mut by_address.free)
     }
 
     /// All unmapped blocks, lowest address first.
@@ -104,6 +185,7 @@ impl Lane {
         if let Some(by_address) = self.by_address(size) {
             by_address.insert(address, size, id);
         }
+        self.room = None;
         self.stats.freed(size);
     }
 
@@ -113,24 +195,27 @@ impl Lane {
         if let Some(by_address) = self.by_address(size) {
             by_address.remove(address, size);
         }
+        self.room = None;
         self.stats.taken(size, || self.free.largest());
     }
 
     pub(crate) fn insert_unmapped(&mut self, address: u64, id: BlockId) {
         let before = self.unmapped.insert(address, id);
         debug_assert!(before.is_none(), "a block is in the unmapped index once");
+        self.room = None;
     }
 
     pub(crate) fn remove_unmapped(&mut self, address: u64) {
         let removed = self.unmapped.remove(&address);
         debug_assert!(removed.is_some(), "an unmapped block is in the unmapped index");
+        self.room = None;
     }
 
     /// Gives back what its indexes do not need.
     fn shrink(&mut self) {
         self.free.shrink();
-        if let Some((_, by_address)) = &mut self.by_address {
-            by_address.shrink();
+        if let Some(by_address) = &mut self.by_address {
+            by_address.free.shrink();
         }
     }
 
@@ -193,6 +278,10 @@ impl Pool {
         self.lanes.get(&stream)
     }
 
+    pub(crate) fn lane_if_any(&mut self, stream: StreamId) -> Option<&mut Lane> {
+        self.lanes.get_mut(&stream)
+    }
+
     /// Segments made for this pool that are still held.
     pub(crate) fn segments(&self) -> u32 {
         self.segments
@@ -230,6 +319,7 @@ impl Pool {
             unmapped: BTreeMap::new(),
             segments: 0,
             addresses: 0,
+            room: None,
             live: 0,
             is_shared: false,
             stats: lanes.open(stream, self.id, self.small),

@@ -443,6 +443,7 @@ impl<D: Driver> Locked<'_, D> {
     ) -> Sources {
         let work = !self.is_recording()
             && (!self.state.pending.is_empty() || self.events_help(request).unwrap_or(false));
+        let needed = self.needed(request);
         let queue = &self.state.queue;
         // What those hold who may still free it, and what is free or will be by itself.
         let (mut held, mut by_others, mut givers) = (0_u64, is_helped, BTreeSet::new());
@@ -459,8 +460,8 @@ impl<D: Driver> Locked<'_, D> {
         let room = self.room_of(free.unwrap_or(0));
         let by_itself = [room, self.cached(), self.pending_bytes()];
         let most = by_itself.into_iter().fold(held, u64::saturating_add);
-        let is_enough = most >= self.needed(request)
-            || most >= request.size && self.may_leave_room(request, &givers);
+        let is_enough =
+            most >= needed || most >= request.size && self.may_leave_room(request, &givers);
         let to_try = |waiter: &Waiter| waiter.tried != Some(queue.changes);
         Sources {
             events: work && is_enough,

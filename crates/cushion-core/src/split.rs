@@ -50,10 +50,8 @@ impl<D: Driver> Locked<'_, D> {
     #[cold]
     pub(crate) fn split_for_range(&mut self, request: &Request) {
         let most = self.largest_page((request.pool, request.stream));
-        let pieces = self.pieces((request.pool, request.stream));
-        let Some((page, keep)) = pieces.plan(request.size, 0).taken_in_part(request.size) else {
-            return;
-        };
+        let plan = self.pieces((request.pool, request.stream)).plan(request.size, 0);
+        let Some((page, keep)) = plan.taken_in_part(request.size) else { return };
         let keep = self.whole_units(keep);
         if page.bytes <= most
             || keep >= page.bytes
@@ -86,6 +84,7 @@ impl<D: Driver> Locked<'_, D> {
         let sizes = [keep, bytes - keep];
         let mapped = self.state.pages.map_fresh(self.driver, home, &sizes, PageUse::of(small));
         if mapped.is_ok() {
+            self.state.pools[pool].lane_mut(stream).changed(bytes, home..home + bytes);
             self.counters.num_device_alloc.add(1);
         } else {
             // Somebody else was faster: the memory is gone, and the addresses are free for other pages.

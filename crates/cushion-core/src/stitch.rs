@@ -16,6 +16,7 @@ use crate::engine::Engine;
 use crate::growth::unless_full;
 use crate::history::Context;
 use crate::locked::{Locked, State};
+use crate::pieces::Plan;
 use crate::policy::{Policy, Request};
 use crate::pool::{PoolId, PoolIndex};
 use crate::proof::{Idle, Marked};
@@ -235,93 +236,6 @@ impl<D: Driver> Engine<D> {
     }
 }
 
-/// What a new range would be made of.
-#[derive(Debug, Default)]
-pub(crate) struct Plan {
-    /// The pages there are, in order; fresh ones come before `beginning`.
-    parts: Vec<Part>,
-    /// Where what is handed out begins in the first.
-    start: u64,
-    /// A page of which only the beginning is free, and how much of it.
-    beginning: Option<(u64, Part)>,
-    /// What fresh pages have to bring.
-    pub(crate) missing: u64,
-}
-
-/// A page that is not free as a whole, and its free bytes at one end.
-type Piece = (u64, Part);
-
-/// Free memory of a family, by how it lies on its pages; of those that are not free as a whole, the free bytes.
-#[derive(Debug, Default)]
-pub(crate) struct Pieces {
-    whole: Vec<Part>,
-    ends: Vec<Piece>,
-    beginnings: Vec<Piece>,
-}
-
-impl Plan {
-    /// The page, free as a whole, that `size` bytes would take only a part of, and how much.
-    pub(crate) fn taken_in_part(&self, size: u64) -> Option<(Part, u64)> {
-        let whole = if self.start > 0 { self.parts.get(1..)? } else { &self.parts[..] };
-        let last = whole.last().filter(|_| self.beginning.is_none())?;
-        let usable = self.parts.iter().map(|part| part.bytes).sum::<u64>() - self.start;
-        let rest = usable.checked_sub(size).filter(|&rest| rest > 0)?;
-        Some((*last, last.bytes.checked_sub(rest)?))
-    }
-
-    /// How many pages it maps again.
-    pub(crate) fn pages(&self) -> usize {
-        self.parts.len() + usize::from(self.beginning.is_some())
-    }
-}
-
-impl Pieces {
-    /// The largest free end and the largest free beginning, of two pages.
-    fn at_borders(&self) -> [Option<Piece>; 2] {
-        let largest = |pieces: &[(u64, Part)], but: Option<PageHandle>| {
-            let others = pieces.iter().filter(|(_, part)| Some(part.page) != but);
-            others.max_by_key(|(free, part)| (*free, std::cmp::Reverse(part.home))).copied()
-        };
-        let end = largest(&self.ends, None);
-        [end, largest(&self.beginnings, end.map(|(_, part)| part.page))]
-    }
-
-    /// Bytes of the largest free end and the largest free beginning.
-    pub(crate) fn bytes_at_borders(&self) -> u64 {
-        let [end, beginning] = self.at_borders();
-        end.map_or(0, |(free, _)| free) + beginning.map_or(0, |(free, _)| free)
-    }
-
-    /// Enough of them for `size` bytes, or all of them, with `least` bytes in each.
-    pub(crate) fn plan(&self, size: u64, least: u64) -> Plan {
-        let [end, beginning] = self.at_borders();
-        let is_worth = |(free, _): &(u64, Part)| *free >= least;
-        let (end, beginning) = (end.filter(is_worth), beginning.filter(is_worth));
-        let mut plan = Plan { missing: size, ..Plan::default() };
-        if let Some((free, part)) = end {
-            plan.start = part.bytes - free;
-            plan.parts.push(part);
-            plan.missing = plan.missing.saturating_sub(free);
-        }
-        let at_end = beginning.map_or(0, |(free, _)| free);
-        // Largest first, for the price is by the page; the last is as small as will do.
-        let mut whole: Vec<Part> =
-            self.whole.iter().copied().filter(|part| part.bytes >= least).collect();
-        whole.sort_unstable_by_key(|part| (std::cmp::Reverse(part.bytes), part.home));
-        while plan.missing > at_end && !whole.is_empty() {
-            let enough = whole.partition_point(|part| part.bytes + at_end >= plan.missing);
-            let part = whole.remove(enough.saturating_sub(1));
-            plan.parts.push(part);
-            plan.missing = plan.missing.saturating_sub(part.bytes);
-        }
-        if plan.missing > 0 {
-            plan.beginning = beginning;
-            plan.missing = plan.missing.saturating_sub(at_end);
-        }
-        plan
-    }
-}
-
 impl<D: Driver> Locked<'_, D> {
     // ---- using a range ----
 
@@ -405,36 +319,6 @@ impl<D: Driver> Locked<'_, D> {
     }
 
     // ---- making one ----
-
-    /// The free memory that a new range could be made of: of the lane, and whole pages of its small half.
-    pub(crate) fn pieces(&self, (large, stream): Family) -> Pieces {
-        let State { pools, pages, segments, blocks, .. } = &*self.state;
-        let mut pieces = Pieces::default();
-        for pool in [large, pools.other_half(large)] {
-            let Some(lane) = pools[pool].lane(stream) else { continue };
-            // There can be very many small blocks, of which none has a whole page in it.
-            let least = if pool == large { 0 } else { self.device.granularity };
-            let homes = lane.free().at_least(least).map(|id| &blocks[id]);
-            let homes = homes.filter(|block| segments[block.segment].backing == Backing::Homes);
-            for block in homes {
-                let mut at = block.address;
-                while at < block.end() {
-                    let (home, bytes, page) = pages.page_around(at).expect("a page at home");
-                    let part = Part { page, pool, segment: block.segment, home, bytes, offset: 0 };
-                    let end = home + bytes;
-                    if home == at && end <= block.end() {
-                        pieces.whole.push(part);
-                    } else if pool == large && home == at {
-                        pieces.beginnings.push((block.end() - at, part));
-                    } else if pool == large && end <= block.end() {
-                        pieces.ends.push((end - at, part));
-                    }
-                    at = end;
-                }
-            }
-        }
-        pieces
-    }
 
     /// Makes a range for the request, and its first bytes a free block of their lane. `fresh` are pages for what is
     /// missing, wholly free at home.

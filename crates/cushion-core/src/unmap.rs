@@ -157,6 +157,7 @@ impl<D: Driver> Locked<'_, D> {
         homes.addresses -= size;
         let lane = pools[pool].lane_mut(stream);
         lane.remove_unmapped(address);
+        lane.remove_homes(address);
         lane.addresses_went(size);
         pools[pool].segment_went(stream, self.lanes);
         Ok(())

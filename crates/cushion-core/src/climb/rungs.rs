@@ -413,7 +413,7 @@ impl<D: Driver> Locked<'_, D> {
     /// Whether a request that waits should go up once more: it has not yet, or there is more than before, and together
     /// that may be enough; or work has ended that memory was waited for. When its time is up, once.
     fn is_worth_climbing(
-        &self,
+        &mut self,
         climb: &mut Climb,
         request: &Request,
         work_ended: bool,

@@ -1,0 +1,130 @@
+//! What a miss costs on the CPU where there is much to look at: it must not grow with what is there.
+//!
+//! Each row is one case, on a simulated device whose calls cost next to nothing: the time is the engine's own. Ratios
+//! within a row mean something; absolute figures depend on the machine.
+
+#![expect(clippy::print_stdout, reason = "the bench's table is its output")]
+#![expect(clippy::disallowed_methods, reason = "a bench measures real time")]
+
+use std::time::Instant;
+
+use cushion_core::size::{GIB, MIB};
+use cushion_core::{Engine, Policy, SimConfig, SimDriver, StreamId};
+
+const STREAM: StreamId = StreamId(0);
+
+fn engine(policy: Policy, conf: &str) -> Engine<SimDriver> {
+    let engine = Engine::new(SimDriver::new(SimConfig::with_capacity(512 * GIB)));
+    engine.set_policy(policy);
+    engine.configure(conf).expect("options that are valid");
+    // What a program loads before it frees anything is laid out in another way.
+    for _ in 0..3 {
+        let block = engine.alloc(8 * GIB, STREAM).expect("memory");
+        engine.free(block).expect("a live address");
+    }
+    engine.empty_cache().expect("a driver that works");
+    engine
+}
+
+/// Microseconds.
+fn time(run: impl FnOnce()) -> f64 {
+    let start = Instant::now();
+    run();
+    start.elapsed().as_secs_f64() * 1e6
+}
+
+fn median(mut times: Vec<f64>) -> f64 {
+    times.sort_by(f64::total_cmp);
+    times[times.len() / 2]
+}
+
+fn free_every_second(engine: &Engine<SimDriver>, blocks: &[u64], odd: usize) {
+    for block in blocks.iter().skip(odd).step_by(2) {
+        engine.free(*block).expect("a live address");
+    }
+}
+
+/// The median of the misses among requests that no free block of so many serves.
+fn miss_among(policy: Policy, free: u64) -> f64 {
+    let engine = engine(policy, "wait_ms:0");
+    let size = |n: u64| MIB + MIB / 8 + n % 7 * 4096;
+    let blocks: Vec<u64> =
+        (0..2 * free).map(|n| engine.alloc(size(n), STREAM).expect("memory")).collect();
+    while engine.would_hit(2 * MIB, STREAM) {
+        engine.alloc(2 * MIB, STREAM).expect("memory");
+    }
+    free_every_second(&engine, &blocks, 0);
+    let mut times = Vec::new();
+    for n in 0..1000 {
+        let misses = engine.stats().misses;
+        let took = time(|| {
+            engine.alloc(3 * MIB + n * 512, STREAM).expect("memory");
+        });
+        if engine.stats().misses > misses {
+            times.push(took);
+        }
+    }
+    median(times)
+}
+
+fn fragments(free: u64) {
+    let [paged, expandable] =
+        [Policy::Paged, Policy::Expandable].map(|policy| miss_among(policy, free));
+    println!(
+        "a miss under paged with {free:>6} free large blocks  {paged:>10.1} us  \
+         {:>8.1} x expandable's {expandable:.1} us",
+        paged / expandable
+    );
+}
+
+/// Every second page is free, and the others are gone.
+fn comb(pages: u64) -> Engine<SimDriver> {
+    let engine = engine(Policy::Paged, "page_mb:2,trim_ms:0,wait_ms:0");
+    let blocks: Vec<u64> =
+        (0..2 * pages).map(|_| engine.alloc(2 * MIB, STREAM).expect("memory")).collect();
+    free_every_second(&engine, &blocks, 0);
+    engine.empty_cache().expect("a driver that works");
+    free_every_second(&engine, &blocks, 1);
+    engine
+}
+
+/// A request that reaches over a comb and as far again, beside one for as many fresh pages in a row.
+fn over_a_comb(pages: u64, bytes: u64) {
+    let held = |engine: &Engine<SimDriver>| engine.stats().reserved_bytes.all.current;
+    let (mut times, mut plain) = (Vec::new(), Vec::new());
+    for _ in 0..3 {
+        let comb = comb(pages);
+        let before = held(&comb);
+        times.push(time(|| {
+            comb.alloc(bytes, STREAM).expect("memory");
+        }));
+        let fresh = held(&comb) - before;
+        let row = engine(Policy::Paged, "page_mb:2,trim_ms:0,wait_ms:0");
+        plain.push(time(|| {
+            row.alloc(fresh.max(2 * MIB), STREAM).expect("memory");
+        }));
+    }
+    let (took, plain) = (median(times), median(plain));
+    println!(
+        "a miss of {:>6} MiB over a comb of {pages:>5} pages {took:>10.1} us  \
+         {:>8.1} x as many fresh pages in a row, {plain:.1} us",
+        bytes / MIB,
+        took / plain
+    );
+}
+
+fn main() {
+    let rows: &[(&str, fn())] = &[
+        ("fragments", || fragments(5_000)),
+        ("fragments", || fragments(50_000)),
+        ("comb", || over_a_comb(8_000, 256 * MIB)),
+        ("comb", || over_a_comb(8_000, 64_000 * MIB)),
+    ];
+    // The names of rows may follow.
+    let wanted: Vec<String> = std::env::args().skip(1).filter(|it| !it.starts_with('-')).collect();
+    for (name, row) in rows {
+        if wanted.is_empty() || wanted.iter().any(|it| it == name) {
+            row();
+        }
+    }
+}
