@@ -96,7 +96,7 @@ mod tests {
             };
             names.extend(program.actions.iter().map(name));
         }
-        assert_eq!(names.len(), 45, "{names:?}");
+        assert_eq!(names.len(), 46, "{names:?}");
         assert!(actions > 50 * 1500, "{actions} actions");
     }
 }

@@ -85,6 +85,12 @@ pub enum Action {
         stream: u8,
     },
     EndCapture,
+    /// Captures a whole graph.
+    Graph {
+        pool: u8,
+        stream: u8,
+        kind: u8,
+    },
     /// Replays what was captured into a pool, on any stream; it runs until it is finished.
     Replay {
         pool: u8,
@@ -95,13 +101,13 @@ pub enum Action {
         stream: u8,
     },
     EndSilentCapture,
-    /// While the next action waits for the device, another thread replays a graph for the last time and releases its
+    /// When an action next waits for the device, another thread replays a graph for the last time and releases its
     /// pool.
     ReplayMeanwhile {
         pool: u8,
         stream: u8,
     },
-    /// While the next action waits for the device, another thread frees a block.
+    /// When an action next waits for the device, another thread frees a block.
     FreeMeanwhile {
         index: u16,
     },
@@ -277,10 +283,11 @@ const KINDS: &[([u16; 4], Make)] = &[
     ([2, 2, 0, 0], |r| Action::JoinCapture { stream: r.byte() }),
     ([2, 1, 0, 0], |r| Action::FollowStream { stream: r.byte() }),
     ([4, 9, 3, 3], |_| Action::EndCapture),
+    ([2, 9, 1, 2], |r| Action::Graph { pool: r.byte(), stream: r.byte(), kind: r.byte() }),
     ([4, 10, 1, 1], |r| Action::Replay { pool: r.byte(), stream: r.byte() }),
     ([2, 1, 2, 2], |r| Action::BeginSilentCapture { stream: r.byte() }),
     ([4, 2, 4, 4], |_| Action::EndSilentCapture),
-    ([2, 4, 0, 0], |r| Action::ReplayMeanwhile { pool: r.byte(), stream: r.byte() }),
+    ([2, 6, 0, 1], |r| Action::ReplayMeanwhile { pool: r.byte(), stream: r.byte() }),
     ([2, 1, 2, 0], |r| Action::FreeMeanwhile { index: r.pair() }),
     ([2, 1, 10, 1], |r| Action::DestroyStream { stream: r.byte() }),
     ([2, 2, 2, 2], |r| Action::Lasting { which: r.byte() }),

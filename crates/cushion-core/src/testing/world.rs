@@ -84,7 +84,7 @@ pub struct World {
     /// Pools that were used without a capture, or that may help others out: a program that has their memory in use may
     /// not replay what was captured into them.
     impure: BTreeSet<PoolId>,
-    /// What another thread will do while the next action waits for the device, and what it has done.
+    /// What another thread will do while an action waits for the device, and what it has done.
     armed: Option<Armed>,
     happened: Arc<Mutex<Option<Armed>>>,
     /// How many futures are kept.
@@ -268,6 +268,9 @@ impl World {
                 }
             }
             Action::EndCapture => self.end_capture(),
+            Action::Graph { pool, stream, kind } => {
+                self.graph(pool_id(pool), self.stream(stream), kind);
+            }
             Action::Replay { pool, stream } => {
                 let (pool, stream) = (pool_id(pool), self.stream(stream));
                 if self.may_replay(pool, stream) {
@@ -279,13 +282,10 @@ impl World {
             Action::EndSilentCapture => self.end_silent_capture(),
             Action::ReplayMeanwhile { pool, stream } => {
                 let (pool, stream) = (pool_id(pool), self.stream(stream));
-                let is_last = self.uses.get(&pool) == Some(&1) && !self.open.contains(&pool);
-                self.armed = (is_last && self.may_replay(pool, stream))
-                    .then_some(Armed::Replay { pool, stream });
+                self.armed = Some(Armed::Replay { pool, stream });
             }
             Action::FreeMeanwhile { index } => {
-                let address = self.pick(index).filter(|&address| self.may_free(address));
-                self.armed = address.map(|address| Armed::Free { address });
+                self.armed = self.pick(index).map(|address| Armed::Free { address });
             }
             Action::DestroyStream { stream } => self.destroy_stream(stream, futures),
             Action::Lasting { which } => self.set_lasting(which),
@@ -379,10 +379,14 @@ impl World {
 
     fn alloc(&mut self, size: u64, stream: StreamId) {
         if self.silent != Some(stream) {
-            let before = self.engine.stats().allocation.all.current;
-            let result = self.engine.alloc(size, stream);
-            self.take(size, stream, before, result);
+            self.ask_for(size, stream);
         }
+    }
+
+    fn ask_for(&mut self, size: u64, stream: StreamId) -> Option<u64> {
+        let before = self.engine.stats().allocation.all.current;
+        let result = self.engine.alloc(size, stream);
+        self.take(size, stream, before, result)
     }
 
     /// As PyTorch does: first what can be had at once, without giving up what it holds meanwhile.
@@ -519,9 +523,7 @@ impl World {
             let mut held = Vec::new();
             for index in 0..3 + kind % 5 {
                 let size = (1 << 20) + random.next() % (20 << 20);
-                let before = self.engine.stats().allocation.all.current;
-                let result = self.engine.alloc(size, stream);
-                held.extend(self.take(size, stream, before, result));
+                held.extend(self.ask_for(size, stream));
                 if index % 3 == 2 && held.len() > 1 {
                     self.free(held.remove(0));
                 }
@@ -551,7 +553,18 @@ impl World {
 
     // ---- another thread ----
 
-    /// Lets another thread do what it was told to while this action waits for the device, if it is one that may.
+    /// Whether a program may do now what another thread was told to.
+    fn is_still_legal(&self, armed: Armed) -> bool {
+        match armed {
+            Armed::Replay { pool, stream } => {
+                let is_last = self.uses.get(&pool) == Some(&1) && !self.open.contains(&pool);
+                is_last && self.streams.is_there(stream) && self.may_replay(pool, stream)
+            }
+            Armed::Free { address } => self.live.contains_key(&address) && self.may_free(address),
+        }
+    }
+
+    /// Lets another thread do what it was told to if this action waits for the device, and is one that may.
     fn arm(&mut self, action: &Action) {
         let waits = matches!(
             action,
@@ -563,7 +576,11 @@ impl World {
                 | Action::EmptyPool { .. }
                 | Action::Prefetch { .. }
         );
-        let Some(armed) = self.armed.take().filter(|_| waits) else { return };
+        let Some(armed) = self.armed.filter(|_| waits) else { return };
+        if !self.is_still_legal(armed) {
+            self.armed = None;
+            return;
+        }
         let (engine, happened) = (Arc::clone(&self.engine), Arc::clone(&self.happened));
         let life = self.next_life();
         let replay = match armed {
@@ -586,6 +603,9 @@ impl World {
     /// Takes note of what another thread has done meanwhile, if it has.
     fn settle(&mut self) -> bool {
         let happened = self.happened.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if happened.is_some() {
+            self.armed = None;
+        }
         match happened {
             None => return false,
             Some(Armed::Replay { pool, .. }) => self.released(pool),

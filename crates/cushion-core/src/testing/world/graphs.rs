@@ -46,6 +46,29 @@ impl World {
         }
     }
 
+    /// Captures a whole graph: blocks with holes between them, what fits only into several of these, and perhaps
+    /// something that outlives the capture.
+    pub(super) fn graph(&mut self, pool: PoolId, stream: StreamId, kind: u8) {
+        if self.capture.is_some() {
+            return;
+        }
+        self.begin_capture(pool, stream);
+        if self.capture.is_none() {
+            return;
+        }
+        let piece = u64::from(2 + kind % 6) << 20;
+        let count = 3 + usize::from(kind / 8 % 4);
+        let mut held: Vec<u64> = (0..count).filter_map(|_| self.ask_for(piece, stream)).collect();
+        let holes: Vec<u64> = held.iter().copied().step_by(2).collect();
+        held.retain(|address| !holes.contains(address));
+        holes.iter().for_each(|&address| self.free(address));
+        held.extend(self.ask_for(piece * holes.len() as u64, stream));
+        if kind & 0x80 == 0 {
+            held.drain(..).for_each(|address| self.free(address));
+        }
+        self.end_capture();
+    }
+
     /// Nobody uses the stream meanwhile; the default one cannot be captured, and an event that the engine still has to
     /// record on it for the program would break the capture.
     pub(super) fn begin_silent_capture(&mut self, stream: StreamId) {

@@ -31,6 +31,12 @@ impl Default for Streams {
     }
 }
 
+impl Streams {
+    pub(super) fn is_there(&self, stream: StreamId) -> bool {
+        self.handles.contains(&stream)
+    }
+}
+
 impl World {
     pub(super) fn stream(&self, index: u8) -> StreamId {
         self.streams.handles[usize::from(index % STREAMS)]
