@@ -26,7 +26,7 @@ impl<D: Driver> Locked<'_, D> {
     /// Whether a request would fit if the live blocks of plain segments lay on pages, those of each lane in a row as
     /// they lie now: pages between them could then be given back.
     pub(crate) fn fits_on_pages(&self, request: &Request, free: u64) -> bool {
-        if self.state.policy != Policy::Segments {
+        if self.state.policy != Policy::Segments || !self.device.has_pages {
             return false;
         }
         let page_size = |small: bool| {
