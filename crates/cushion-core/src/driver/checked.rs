@@ -248,9 +248,15 @@ impl State {
 
     /// The device was waited for, by a call that began when so much was queued.
     fn all_done(&mut self, launched: &[(StreamId, u64)]) {
-        for &(stream, ticket) in launched {
-            self.done_until(stream, ticket);
+        let Self { streams, unfinished, destroyed, .. } = self;
+        for (stream, ticket) in launched {
+            if let Some(progress) = streams.get_mut(stream) {
+                progress.done = progress.done.max(*ticket);
+            }
         }
+        unfinished.retain(|work| streams.get(&work.stream).is_none_or(|it| work.ticket > it.done));
+        // Of those that are no more, and done, nobody will hear again.
+        streams.retain(|stream, it| it.done < it.launched || !destroyed.contains(stream));
     }
 
     fn assert_there(&self, stream: StreamId, what: &str) {

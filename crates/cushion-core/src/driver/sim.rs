@@ -277,6 +277,8 @@ impl State {
 
     fn finish_all(&mut self) {
         self.streams.values_mut().for_each(Stream::finish);
+        // What is not known of is finished.
+        self.streams.retain(|stream, _| !self.destroyed.contains(stream));
     }
 
     /// The handle of a stream that is no more is not to be used: a real driver crashes.

@@ -193,7 +193,7 @@ impl Shared {
                 self.replays.fetch_add(1, Ordering::Relaxed);
             }
             self.engine.release_pool(pool).expect("a pool in use");
-            pause(random.next() % 300);
+            pause(random.next() % 60);
         }
     }
 
