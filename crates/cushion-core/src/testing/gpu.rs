@@ -15,6 +15,8 @@ pub(super) type Deed = Box<dyn FnOnce() + Send>;
 pub(crate) struct Gpu {
     pub(super) checked: CheckedDriver<Arc<SimDriver>>,
     meanwhile: Mutex<Option<Deed>>,
+    /// How often whoever waits lets other threads go first.
+    takes: u64,
 }
 
 impl fmt::Debug for Gpu {
@@ -25,7 +27,12 @@ impl fmt::Debug for Gpu {
 
 impl Gpu {
     pub(super) fn new(sim: Arc<SimDriver>) -> Self {
-        Self { checked: CheckedDriver::new(sim), meanwhile: Mutex::default() }
+        Self { checked: CheckedDriver::new(sim), meanwhile: Mutex::default(), takes: 0 }
+    }
+
+    /// One that a wait takes its time on, so that other threads meet who waits.
+    pub(super) fn slow(sim: Arc<SimDriver>, takes: u64) -> Self {
+        Self { takes, ..Self::new(sim) }
     }
 
     /// What is done when the device was next waited for, before who waited knows; `None` takes it back.
@@ -35,6 +42,7 @@ impl Gpu {
 
     /// The engine holds no lock while it lets the driver wait: another thread may do anything.
     fn waited(&self) {
+        (0..self.takes).for_each(|_| std::thread::yield_now());
         let deed = self.meanwhile.lock().unwrap_or_else(PoisonError::into_inner).take();
         if let Some(deed) = deed {
             deed();

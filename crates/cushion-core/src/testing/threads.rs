@@ -9,11 +9,12 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::task::{Context as Polled, Poll, Waker};
 use std::thread;
 
+use super::gpu::Gpu;
 use super::{CAPACITY, RealClock};
 use crate::random::Random;
 use crate::{
-    AddressError, AllocError, CheckedDriver, Context, Engine, EngineConfig, LastingStreams, Policy,
-    PoolId, SimConfig, SimDriver, StreamId,
+    AddressError, AllocError, Context, Engine, EngineConfig, LastingStreams, Policy, PoolId,
+    SimConfig, SimDriver, StreamId,
 };
 
 /// Threads that allocate, each on the stream of its number.
@@ -49,13 +50,11 @@ pub struct Stressed {
     pub destroyed: u64,
 }
 
-type SimGpu = CheckedDriver<Arc<SimDriver>>;
-
 /// What all threads share.
 #[derive(Debug)]
 struct Shared {
-    engine: Engine<Arc<SimGpu>>,
-    gpu: Arc<SimGpu>,
+    engine: Engine<Arc<Gpu>>,
+    gpu: Arc<Gpu>,
     sim: Arc<SimDriver>,
     lives: AtomicU64,
     working: AtomicUsize,
@@ -91,7 +90,7 @@ impl Drop for Working<'_> {
 /// If the engine breaks a promise.
 pub fn stress(what: Stress) -> Stressed {
     let sim = Arc::new(SimDriver::new(SimConfig::with_capacity(2 * CAPACITY)));
-    let gpu = Arc::new(CheckedDriver::new(Arc::clone(&sim)));
+    let gpu = Arc::new(Gpu::slow(Arc::clone(&sim), 50));
     let clock = Arc::new(RealClock::default());
     let config = EngineConfig { clock, ..EngineConfig::default() };
     let engine = Engine::with_config(Arc::clone(&gpu), config);
@@ -183,12 +182,12 @@ impl Shared {
                 let stream = StreamId(random.next() % WORKERS);
                 // Replays of one graph follow each other.
                 if let Some(before) = before.replace(stream) {
-                    self.gpu.wait(stream, before);
+                    self.gpu.checked.wait(stream, before);
                 }
                 let life = self.life();
                 self.sim.launch(stream);
                 for &(address, size) in &baked {
-                    self.gpu.work(address, size, stream, life);
+                    self.gpu.checked.work(address, size, stream, life);
                 }
                 self.replays.fetch_add(1, Ordering::Relaxed);
             }
@@ -201,14 +200,14 @@ impl Shared {
         let begun = self.engine.begin_allocate_to_pool(pool, Box::new(|stream| stream == CAPTURED));
         begun.expect("a new pool");
         self.sim.begin_capture(CAPTURED);
-        self.gpu.begin_capture(CAPTURED);
+        self.gpu.checked.begin_capture(CAPTURED);
         let mut live = Vec::new();
         let mut baked = Vec::new();
         for _ in 0..random.next() % 10 {
             if let Ok(address) = self.engine.alloc(1 + random.next() % (20 << 20), CAPTURED) {
                 let (size, _) = self.engine.size_of(address).expect("a live allocation");
                 self.sim.launch(CAPTURED);
-                let behind = self.gpu.behind(address, size);
+                let behind = self.gpu.checked.behind(address, size);
                 baked.push((address, size, behind));
                 live.push(address);
             }
@@ -217,7 +216,7 @@ impl Shared {
                 self.engine.free(address).expect("a live allocation");
             }
         }
-        self.gpu.end_capture(CAPTURED);
+        self.gpu.checked.end_capture(CAPTURED);
         self.sim.end_capture(CAPTURED);
         self.engine.end_allocate_to_pool(pool).expect("a pool that is recorded");
         for address in live {
@@ -225,7 +224,11 @@ impl Shared {
         }
         self.graphs.fetch_add(1, Ordering::Relaxed);
         let is_there = |&(address, size, ref behind): &(u64, u64, _)| {
-            assert_eq!(&self.gpu.behind(address, size), behind, "another memory for a graph");
+            assert_eq!(
+                &self.gpu.checked.behind(address, size),
+                behind,
+                "another memory for a graph"
+            );
             (address, size)
         };
         baked.iter().map(is_there).collect()
@@ -265,7 +268,7 @@ impl Shared {
                 }
                 9 => {
                     self.sim.destroy_stream(stream);
-                    self.gpu.destroy_stream(stream);
+                    self.gpu.checked.destroy_stream(stream);
                     stream = StreamId(stream.0 + 1);
                     self.destroyed.fetch_add(1, Ordering::Relaxed);
                 }
@@ -295,7 +298,7 @@ impl Shared {
                 let (size, _) = self.engine.size_of(address).expect("a live allocation");
                 let block = Block { address, size, stream, life: self.life() };
                 self.sim.launch(stream);
-                self.gpu.work(address, size, stream, block.life);
+                self.gpu.checked.work(address, size, stream, block.life);
                 Some(block)
             }
             Err(AllocError::Driver(error)) => panic!("{error}"),
@@ -327,9 +330,9 @@ impl Shared {
 
     fn use_on(&self, block: &Block, stream: StreamId) {
         self.engine.record_stream(block.address, stream).expect("a live allocation");
-        self.gpu.wait(stream, block.stream);
+        self.gpu.checked.wait(stream, block.stream);
         self.sim.launch(stream);
-        self.gpu.work(block.address, block.size, stream, block.life);
+        self.gpu.checked.work(block.address, block.size, stream, block.life);
     }
 
     fn free(&self, block: &Block) {
