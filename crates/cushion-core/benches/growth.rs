@@ -1,32 +1,84 @@
 //! What the engine costs where something has grown large: very many streams, pending frees, blocks, ranges or pools.
 //!
-//! Each row is one function, and the median of several runs. Times are the engine's own, with the simulated driver's
-//! bookkeeping in them; what a real driver would take is left out.
+//! Each row is one function, and the median of several runs. Times are the engine's own: what the simulated driver takes
+//! for its bookkeeping is taken off, and what a real driver would take is left out. An argument runs the rows whose names
+//! have it in them.
 
 #![expect(clippy::print_stdout, reason = "the bench's table is its output")]
 #![expect(clippy::disallowed_methods, reason = "a bench measures real time")]
 
 use std::hint::black_box;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
-use cushion_core::driver::Call;
+use cushion_core::driver::{
+    Call, Capture, DriverResult, EventId, MemoryInfo, NodeId, PageHandle, Properties,
+};
 use cushion_core::testing::RealClock;
-use cushion_core::{Engine, EngineConfig, Policy, PoolId, SimConfig, SimDriver, StreamId};
+use cushion_core::{
+    Driver, Engine, EngineConfig, Policy, PoolId, SimConfig, SimDriver, StreamId, driver_methods,
+};
 
 const MIB: u64 = 1 << 20;
 const GIB: u64 = 1 << 30;
 const MAIN: StreamId = StreamId(0);
 
-type Gpu = Engine<SimDriver>;
+type Gpu = Engine<Timed>;
+
+/// A simulated driver that knows how long its own calls took.
+#[derive(Debug)]
+struct Timed {
+    sim: SimDriver,
+    nanos: AtomicU64,
+}
+
+impl Timed {
+    fn micros(&self) -> f64 {
+        #[expect(clippy::cast_precision_loss, reason = "a time")]
+        let nanos = self.nanos.load(Ordering::Relaxed) as f64;
+        nanos / 1e3
+    }
+}
+
+impl std::ops::Deref for Timed {
+    type Target = SimDriver;
+
+    fn deref(&self) -> &SimDriver {
+        &self.sim
+    }
+}
+
+macro_rules! time_calls {
+    ($($name:ident($($argument:ident: $type:ty),*) -> $result:ty;)*) => {
+        impl Driver for Timed {
+            $(fn $name(&self, $($argument: $type),*) -> $result {
+                let start = Instant::now();
+                let result = self.sim.$name($($argument),*);
+                let nanos = u64::try_from(start.elapsed().as_nanos()).unwrap_or(u64::MAX);
+                self.nanos.fetch_add(nanos, Ordering::Relaxed);
+                result
+            })*
+        }
+    };
+}
+driver_methods!(time_calls);
 
 fn gpu(policy: Policy, capacity: u64) -> Gpu {
-    let driver = SimDriver::new(SimConfig::with_capacity(capacity));
+    let sim = SimDriver::new(SimConfig::with_capacity(capacity));
+    let driver = Timed { sim, nanos: AtomicU64::new(0) };
     let clock = Arc::new(RealClock::default());
     let engine = Engine::with_config(driver, EngineConfig { clock, ..EngineConfig::default() });
     engine.set_policy(policy);
     engine.configure("wait_ms:0,trim_ms:0").expect("options that there are");
     engine
+}
+
+/// Microseconds that `run` takes, without those of the driver.
+fn own_micros(gpu: &Gpu, run: impl FnOnce()) -> f64 {
+    let before = gpu.driver().micros();
+    let all = micros(run);
+    all - (gpu.driver().micros() - before)
 }
 
 /// Microseconds that `run` takes.
@@ -68,7 +120,7 @@ fn refusal_beside_pending_neighbours() {
             gpu.free(block).expect("a live address");
         }
         let refused = || {
-            micros(|| {
+            own_micros(&gpu, || {
                 let refused = gpu.alloc(COUNT * 2 * MIB + 512 * MIB, MAIN);
                 assert!(refused.is_err(), "there is less");
             })
@@ -122,9 +174,9 @@ fn emptying_with_many_streams() {
                     gpu.free(block).expect("a live address");
                 }
             }
-            micros(|| gpu.empty_cache().expect("a sound driver")) / 1e3
+            own_micros(&gpu, || gpu.empty_cache().expect("a sound driver")) / 1e3
         };
-        median((0..3).map(|_| run()).collect())
+        median((0..5).map(|_| run()).collect())
     });
 }
 
@@ -150,7 +202,7 @@ fn giving_back_ranges() {
     }
     let figures = gpu.page_figures();
     let before = gpu.driver().counts();
-    let time = micros(|| gpu.empty_cache().expect("a sound driver")) / 1e3;
+    let time = own_micros(&gpu, || gpu.empty_cache().expect("a sound driver")) / 1e3;
     let after = gpu.driver().counts();
     let name = format!("giving back {} ranges over {} pages", figures.ranges, figures.pages);
     one(&name, time, "ms");
@@ -240,15 +292,20 @@ fn addresses_of_graph_pools() {
 }
 
 fn main() {
-    let rows: [fn(); 7] = [
-        refusal_beside_pending_neighbours,
-        pair_with_pending_streams,
-        emptying_with_many_streams,
-        giving_back_ranges,
-        beside_a_million_blocks,
-        figures_after_many_streams,
-        addresses_of_graph_pools,
+    let rows: [(&str, fn()); 7] = [
+        ("refusal", refusal_beside_pending_neighbours),
+        ("pending", pair_with_pending_streams),
+        ("empty_cache", emptying_with_many_streams),
+        ("ranges", giving_back_ranges),
+        ("million", beside_a_million_blocks),
+        ("stats", figures_after_many_streams),
+        ("pools", addresses_of_graph_pools),
     ];
+    let asked: Vec<String> = std::env::args().skip(1).filter(|it| !it.starts_with('-')).collect();
     println!("{:<58} {:>12} {:>12} {:>12}", "", "segments", "expandable", "paged");
-    rows.into_iter().for_each(|row| row());
+    for (name, row) in rows {
+        if asked.is_empty() || asked.iter().any(|it| name.contains(it.as_str())) {
+            row();
+        }
+    }
 }

@@ -223,17 +223,26 @@ impl<D: Driver> Locked<'_, D> {
     /// Takes the plain segments that may be given back out of half a pool.
     fn detach_half(&mut self, pool: PoolId, small: bool) -> Vec<Leaving> {
         let Some(half) = self.half(pool, small) else { return Vec::new() };
-        let is_segment = |&id: &BlockId| self.may_give_back(id) == GiveBack::Segment;
+        let is_segment =
+            |&id: &BlockId| self.is_plain(id) && self.may_give_back(id) == GiveBack::Segment;
         let segments: Vec<BlockId> =
             self.state.pools[half].free_blocks().filter(is_segment).collect();
         segments.into_iter().map(|id| self.detach(id)).collect()
     }
 
-    /// The free blocks in these halves of pools that have pages to give back.
+    fn is_plain(&self, id: BlockId) -> bool {
+        self.state.segments[self.state.blocks[id].segment].is_plain()
+    }
+
+    /// The free blocks in these halves of pools that may have pages to give back; none if no block has any.
     fn blocks_with_pages(&self, halves: &[(PoolId, bool)]) -> Vec<BlockId> {
         let halves = halves.iter().filter_map(|&(pool, small)| self.half(pool, small));
-        let free = halves.flat_map(|half| self.state.pools[half].free_blocks());
-        free.filter(|&id| matches!(self.may_give_back(id), GiveBack::Pages { .. })).collect()
+        let lanes = halves.flat_map(|half| self.state.pools[half].lanes());
+        // A smaller one has no whole page in it.
+        let free = lanes.flat_map(|(_, lane)| lane.free().at_least(self.device.granularity));
+        let blocks: Vec<_> = free.filter(|&id| !self.is_plain(id)).collect();
+        let has_pages = |&id: &BlockId| matches!(self.may_give_back(id), GiveBack::Pages { .. });
+        if blocks.iter().any(has_pages) { blocks } else { Vec::new() }
     }
 
     pub(crate) fn may_give_back(&self, id: BlockId) -> GiveBack {

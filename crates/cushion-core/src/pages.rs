@@ -6,6 +6,8 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use rustc_hash::FxHashMap;
+
 use crate::driver::{Driver, DriverResult, PageHandle};
 use crate::proof::Idle;
 
@@ -42,7 +44,8 @@ pub(crate) struct Page {
 /// All pages.
 #[derive(Debug, Default)]
 pub(crate) struct PageTable {
-    pages: BTreeMap<PageHandle, Page>,
+    /// Nobody asks for them in order.
+    pages: FxHashMap<PageHandle, Page>,
     mapped: BTreeMap<u64, PageHandle>,
     /// Pages mapped nowhere.
     stranded: Vec<PageHandle>,
@@ -174,9 +177,8 @@ impl PageTable {
     fn take_away(&mut self, driver: &impl Driver, address: u64) -> DriverResult<()> {
         let page = self.mapped[&address];
         driver.unmap(address, self.pages[&page].bytes)?;
-        self.note_unmapped(address);
-        if self.pages[&page].addresses == 0 {
-            self.abandon(driver, vec![page]);
+        if self.note_unmapped(address) == 0 {
+            self.abandon(driver, [page]);
         }
         Ok(())
     }
@@ -243,7 +245,7 @@ impl PageTable {
         self.mapped.iter().map(|(&address, page)| (address, self.pages[page].bytes))
     }
 
-    /// Every page, once.
+    /// Every page, once, in no order.
     pub(crate) fn iter(&self) -> impl Iterator<Item = (PageHandle, &Page)> {
         self.pages.iter().map(|(&handle, page)| (handle, page))
     }
@@ -263,13 +265,16 @@ impl PageTable {
         self.pages.get_mut(&page).expect("a known page").addresses += 1;
     }
 
-    fn note_unmapped(&mut self, address: u64) {
+    /// Returned is how many other addresses the page has.
+    fn note_unmapped(&mut self, address: u64) -> u32 {
         let page = self.mapped.remove(&address).expect("a mapped page");
-        self.pages.get_mut(&page).expect("a known page").addresses -= 1;
+        let page = self.pages.get_mut(&page).expect("a known page");
+        page.addresses -= 1;
+        page.addresses
     }
 
     /// Gives back pages that are mapped nowhere; keeps those the driver refuses.
-    fn abandon(&mut self, driver: &impl Driver, pages: Vec<PageHandle>) {
+    fn abandon(&mut self, driver: &impl Driver, pages: impl IntoIterator<Item = PageHandle>) {
         for page in pages {
             if driver.release(page).is_ok() {
                 let gone = self.pages.remove(&page).expect("a known page");

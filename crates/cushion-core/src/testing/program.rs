@@ -23,13 +23,16 @@ pub struct Setup {
     pub host: u64,
     /// Bytes that the device reports and does not have.
     pub unreported: u64,
+    /// How many ranges a stream may have, if fewer than usual: so few that the limit is reached.
+    pub most_ranges: Option<usize>,
 }
 
 impl Setup {
     /// A device with pages of 2 MiB and up, and host memory that can run out.
     #[must_use]
     pub fn new(policy: Policy, ladder: Ladder) -> Self {
-        Self { policy, ladder, granularity: Some(2 << 20), host: 64 << 20, unreported: 0 }
+        let (granularity, host, unreported, most_ranges) = (Some(2 << 20), 64 << 20, 0, None);
+        Self { policy, ladder, granularity, host, unreported, most_ranges }
     }
 
     /// Paged, and with pages of 2 MiB, more often than not.
@@ -47,6 +50,7 @@ impl Setup {
             granularity: GRANULARITIES[usize::from(kind) % GRANULARITIES.len()],
             host: [200 << 20, 64 << 20, 16 << 20, 0][usize::from(kind / 8) % 4],
             unreported: u64::from(kind / 32 % 2) * (4 << 20),
+            most_ranges: [None, None, Some(2), Some(8)][usize::from(kind / 64) % 4],
             ..Self::new(policy, ladder)
         }
     }

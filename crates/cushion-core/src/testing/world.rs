@@ -134,7 +134,7 @@ impl World {
     /// If the engine does not know its own options.
     #[must_use]
     pub fn with(setup: Setup) -> Self {
-        let Setup { policy, ladder, granularity, host, unreported } = setup;
+        let Setup { policy, ladder, granularity, host, unreported, most_ranges } = setup;
         let sim = Arc::new(SimDriver::new(SimConfig {
             granularity: granularity.unwrap_or(2 << 20),
             has_pages: granularity.is_some(),
@@ -154,6 +154,9 @@ impl World {
         let streams = Streams::default();
         engine.set_lasting_streams(LastingStreams::These(streams.promised.clone()));
         engine.record_history(64);
+        if let Some(most) = most_ranges {
+            engine.set_most_ranges(most);
+        }
         Self {
             engine: Arc::new(engine),
             gpu,
