@@ -33,6 +33,7 @@ use crate::receipt::Receipts;
 use crate::restore::{HeldSegment, RestoreError};
 use crate::segment::{Backing, SegmentTable};
 use crate::settings::limit_of;
+use crate::size::MIN_BLOCK;
 use crate::snapshot::Snapshot;
 use crate::stats::{Counters, Lanes, Stats};
 use crate::stitch::Stitches;
@@ -147,7 +148,9 @@ impl<D: Driver> Engine<D> {
     /// An engine as configured. The device is not touched.
     pub fn with_config(driver: D, config: EngineConfig) -> Self {
         let EngineConfig { options, ladder, clock, waited, seed } = config;
-        let device = driver.properties();
+        let mut device = driver.properties();
+        // Without pages there is nothing that it could be of, and nobody divides by it.
+        device.granularity = device.granularity.max(MIN_BLOCK);
         let counters = Counters::default();
         counters.max_split_size.set(options.max_split_size.unwrap_or(u64::MAX));
         let limit = limit_of(options.per_process_memory_fraction, device.total);

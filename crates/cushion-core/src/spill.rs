@@ -30,6 +30,9 @@ impl<D: Driver> Locked<'_, D> {
     ) -> DriverResult<Option<u64>> {
         let options = &self.state.options;
         let (limit, over) = (options.spill_limit, options.spill_over);
+        if !self.device.has_pages {
+            return Ok(None);
+        }
         let Some(bytes) = round_up(request.size, self.device.granularity) else { return Ok(None) };
         let held = self.state.pages.held(PageUse::Host).checked_add(bytes);
         if request.requested < over || held.is_none_or(|held| held > limit) {
