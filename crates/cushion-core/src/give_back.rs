@@ -31,6 +31,15 @@ struct Candidates {
     after_wait: u64,
 }
 
+/// What is to be given back for a request.
+#[derive(Debug, Default)]
+pub(crate) struct Enough {
+    /// Plain segments.
+    pub(crate) segments: Vec<BlockId>,
+    /// Blocks with pages that nobody is at work on, and the proof.
+    pub(crate) pages: Vec<(BlockId, Proof)>,
+}
+
 impl Candidates {
     /// What can be given back at once.
     fn now(&self) -> u64 {
@@ -92,9 +101,7 @@ impl<D: Driver> Engine<D> {
         }
         // What another thread frees meanwhile may lie beside what was waited for.
         for _ in 0..3 {
-            let blocks = self.locked(|engine| {
-                if engine.is_recording() { Vec::new() } else { engine.blocks_with_pages(halves) }
-            });
+            let blocks = self.locked(|engine| engine.blocks_with_pages(halves));
             if blocks.is_empty() {
                 break;
             }
@@ -389,21 +396,21 @@ impl<D: Driver> Locked<'_, D> {
     }
 
     /// Everything cached that nobody is at work on, if the driver could serve the request once it has it: that is when
-    /// it can lay out anew what lies in pieces. Plain segments, and blocks with pages.
+    /// it can lay out anew what lies in pieces.
     pub(crate) fn enough_to_give_back(
         &mut self,
         request: &Request,
         proof: Proof,
-    ) -> DriverResult<(Vec<BlockId>, Vec<(BlockId, Proof)>)> {
+    ) -> DriverResult<Enough> {
         let room = self.room()?;
         let found = self.candidates(request.stream, proof)?;
         let most = found.now();
         if most == 0 || room.saturating_add(most) < self.needed(request) {
-            return Ok((Vec::new(), Vec::new()));
+            return Ok(Enough::default());
         }
-        let segments = found.segments.into_iter().map(|(_, id)| id);
-        let pages = found.pages.into_iter().map(|(_, id, proof)| (id, proof));
-        Ok((segments.collect(), pages.collect()))
+        let segments = found.segments.into_iter().map(|(_, id)| id).collect();
+        let pages = found.pages.into_iter().map(|(_, id, proof)| (id, proof)).collect();
+        Ok(Enough { segments, pages })
     }
 
     /// Takes those of these blocks out of their pool that still are whole free plain segments.

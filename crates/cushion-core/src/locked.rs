@@ -21,7 +21,7 @@ use crate::owner::{self, Owner, Wishes};
 use crate::pages::PageTable;
 use crate::pending::Pending;
 use crate::policy::{Policy, Request, View};
-use crate::pool::{PoolIndex, PoolTable};
+use crate::pool::{PoolId, PoolIndex, PoolTable};
 use crate::private::Recording;
 use crate::proof::{LastingStreams, Moments};
 use crate::queue::{Asker, Queue};
@@ -653,6 +653,20 @@ impl<D: Driver> Locked<'_, D> {
     ) {
         if self.state.history.is_on() {
             let pool = self.state.pools[pool].id;
+            self.record_in(action, address, size, (stream, pool), context);
+        }
+    }
+
+    /// As [`record`](Self::record), with the name of the pool.
+    pub(crate) fn record_in(
+        &mut self,
+        action: Action,
+        address: u64,
+        size: u64,
+        (stream, pool): (StreamId, PoolId),
+        context: Context,
+    ) {
+        if self.state.history.is_on() {
             let time = self.clock.now();
             self.state.history.push(Entry { action, address, size, stream, pool, time, context });
         }

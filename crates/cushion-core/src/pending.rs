@@ -397,13 +397,15 @@ impl<D: Driver> Locked<'_, D> {
             index = at;
             let deferred = &mut self.state.pending.deferred[at];
             let id = deferred.block;
-            // Work recorded in a capture is ordered before all that follows its end.
-            if std::mem::take(&mut deferred.in_capture)
-                && let Some(uses) = &mut self.state.blocks[id].uses
-            {
-                let Uses { streams, in_capture, .. } = &mut **uses;
-                streams.retain(|stream| !in_capture.contains(stream));
-                in_capture.clear();
+            if let Some(uses) = &mut self.state.blocks[id].uses {
+                let Uses { streams, in_capture, ours } = &mut **uses;
+                // Work recorded in a capture is ordered before all that follows its end.
+                if std::mem::take(&mut deferred.in_capture) {
+                    streams.retain(|stream| !in_capture.contains(stream));
+                    in_capture.clear();
+                }
+                // Since the free, the program may have destroyed the streams it named.
+                ours.clone_from(streams);
             }
             if !self.record_events(id)? {
                 // Somebody captures one of its streams: it is tried again later.

@@ -163,7 +163,8 @@ impl<D: Driver> Locked<'_, D> {
             return false;
         }
         self.insert_free(id);
-        let gone = self.unmap_block(idle, &mut Calls::unlimited(), Context::NONE);
+        let (unmapped, gone) = self.unmap_block(idle, &mut Calls::unlimited());
+        self.note_unmapped(unmapped, Context::NONE);
         if gone.is_err() && self.state.blocks.get(id).is_some_and(Block::is_free) {
             let block = &self.state.blocks[id];
             let (size, address, pool, stream) =

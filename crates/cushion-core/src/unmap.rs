@@ -4,11 +4,12 @@
 //! limited number of calls at a time: what is left is done in the next hold, if it is still free then.
 
 use crate::block::{BlockId, BlockState};
-use crate::driver::{Driver, DriverResult};
+use crate::driver::{Driver, DriverResult, StreamId};
 use crate::engine::Engine;
 use crate::history::{Action, Context};
 use crate::locked::{Locked, State};
 use crate::policy::GiveBack;
+use crate::pool::PoolId;
 use crate::proof::{Idle, Proof};
 
 /// How many driver calls are made before others get the lock.
@@ -44,6 +45,30 @@ impl Calls {
     }
 }
 
+/// Addresses that lost their pages.
+#[derive(Debug)]
+pub(crate) struct Unmapped {
+    start: u64,
+    end: u64,
+    stream: StreamId,
+    /// By name: it may be gone before this is noted.
+    pool: PoolId,
+}
+
+impl Unmapped {
+    /// Adds what follows; otherwise returns what was there before, and begins anew.
+    fn extend(open: &mut Option<Self>, more: Option<Self>) -> Option<Self> {
+        match (&mut *open, more) {
+            (_, None) => None,
+            (Some(before), Some(more)) if before.end == more.start => {
+                before.end = more.end;
+                None
+            }
+            (before, Some(more)) => before.replace(more),
+        }
+    }
+}
+
 impl<D: Driver> Engine<D> {
     /// Takes away and gives back the pages of free blocks, each with the proof that its work is done, a few at a time;
     /// returns the bytes, and whether all proofs held. Blocks that are in use again are passed over.
@@ -54,24 +79,31 @@ impl<D: Driver> Engine<D> {
     ) -> DriverResult<(u64, bool)> {
         blocks.reverse();
         let (mut won, mut all) = (0, true);
+        // What goes in several holds of the lock is one event in the history.
+        let mut open = None;
         while !blocks.is_empty() {
             self.locked(|mut engine| {
                 let before = engine.reserved();
                 let mut calls = Calls::of_one_hold();
-                let mut unmapped = Ok(());
+                let mut failed = Ok(());
                 while calls.are_left()
-                    && unmapped.is_ok()
+                    && failed.is_ok()
                     && let Some((id, proof)) = blocks.pop()
                 {
                     let Some(idle) = engine.idle(id, proof) else {
+                        engine.note_unmapped(open.take(), context);
                         all = false;
                         continue;
                     };
-                    let rest = engine.unmap_block(&idle, &mut calls, context);
-                    unmapped = rest.map(|rest| blocks.extend(rest.map(|rest| (rest, proof))));
+                    let (unmapped, rest) = engine.unmap_block(&idle, &mut calls);
+                    engine.note_unmapped(Unmapped::extend(&mut open, unmapped), context);
+                    if !matches!(rest, Ok(Some(_))) {
+                        engine.note_unmapped(open.take(), context);
+                    }
+                    failed = rest.map(|rest| blocks.extend(rest.map(|rest| (rest, proof))));
                 }
                 won += before.saturating_sub(engine.reserved());
-                unmapped
+                failed
             })?;
         }
         Ok((won, all))
@@ -80,19 +112,21 @@ impl<D: Driver> Engine<D> {
 
 impl<D: Driver> Locked<'_, D> {
     /// Takes away and gives back the pages that lie wholly in a free block, as far as `calls` go; then, if nothing of
-    /// the segment is mapped any more, its addresses too. Returned is the block with pages that are left to do. Where
-    /// the driver fails half-way, what was unmapped so far is.
+    /// the segment is mapped any more, its addresses too. Returned is what was unmapped, which the caller has to
+    /// [note](Self::note_unmapped), and the block with pages that are left to do. Where the driver fails half-way, what
+    /// was unmapped so far is.
     pub(crate) fn unmap_block(
         &mut self,
         idle: &Idle<'_>,
         calls: &mut Calls,
-        context: Context,
-    ) -> DriverResult<Option<BlockId>> {
+    ) -> (Option<Unmapped>, DriverResult<Option<BlockId>>) {
         let id = idle.block();
         if !self.state.blocks[id].is_free() {
-            return Ok(None);
+            return (None, Ok(None));
         }
-        let GiveBack::Pages { start, end } = self.may_give_back(id) else { return Ok(None) };
+        let GiveBack::Pages { start, end } = self.may_give_back(id) else {
+            return (None, Ok(None));
+        };
         let block = &self.state.blocks[id];
         let (pool, stream) = (block.pool, block.stream);
         let mut at = start;
@@ -109,23 +143,31 @@ impl<D: Driver> Locked<'_, D> {
             }
             at += bytes;
         }
-        if at > start {
+        let (private, small) = (self.state.pools[pool].id, self.state.pools[pool].small);
+        let unmapped = (at > start).then_some(Unmapped { start, end: at, stream, pool: private });
+        if unmapped.is_some() {
             self.mark_unmapped(id, start, at);
-            let (private, small) = (self.state.pools[pool].id, self.state.pools[pool].small);
             self.count_pages();
             self.counters.reserved_by_private.decrease(private, small, at - start);
-            self.counters.num_device_free.add(1);
-            self.record(Action::SegmentUnmap, start, at - start, (stream, pool), context);
         }
-        failed?;
-        if at < end {
+        let rest = failed.and_then(|()| {
             let block = &self.state.blocks[id];
-            return Ok(if block.is_mapped() { Some(id) } else { block.next });
-        }
-        if !self.state.blocks[id].is_split() && !self.state.blocks[id].is_mapped() {
-            self.unreserve(id)?;
-        }
-        Ok(None)
+            if at < end {
+                return Ok(if block.is_mapped() { Some(id) } else { block.next });
+            }
+            if !block.is_split() && !block.is_mapped() {
+                self.unreserve(id)?;
+            }
+            Ok(None)
+        });
+        (unmapped, rest)
+    }
+
+    /// Counts and records what was unmapped.
+    pub(crate) fn note_unmapped(&mut self, unmapped: Option<Unmapped>, context: Context) {
+        let Some(Unmapped { start, end, stream, pool }) = unmapped else { return };
+        self.counters.num_device_free.add(1);
+        self.record_in(Action::SegmentUnmap, start, end - start, (stream, pool), context);
     }
 
     /// Turns `start..end` of a free block into an unmapped block, which keeps the block's identity.

@@ -8,7 +8,8 @@ mod tests {
     use cushion_core::driver::{Call, FailWhen, Fault};
     use cushion_core::size::{GIB, KIB, MIB};
     use cushion_core::{
-        AddressError, AllocError, BlockUse, Context, Options, Policy, PoolError, PoolId, Rung,
+        AddressError, AllocError, BlockUse, Context, LastingStreams, Options, Policy, PoolError,
+        PoolId, Rung,
     };
 
     use crate::common::*;
@@ -249,6 +250,7 @@ mod tests {
     fn a_free_whose_event_fails_is_taken_and_completed_later() {
         for call in [Call::EventCreate, Call::EventRecord] {
             let gpu = gpu(100, "");
+            gpu.set_lasting_streams(LastingStreams::All);
             let address = take(&gpu, MIB, S0);
             gpu.record_stream(address, S1).unwrap();
             gpu.driver().launch(S1);

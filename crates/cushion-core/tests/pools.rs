@@ -7,7 +7,7 @@ mod tests {
 
     use cushion_core::driver::Call;
     use cushion_core::size::{KIB, MIB};
-    use cushion_core::{Ladder, Policy, PoolError, PoolId, Stat};
+    use cushion_core::{Ladder, LastingStreams, Policy, PoolError, PoolId, Stat};
 
     use crate::common::*;
 
@@ -122,6 +122,7 @@ mod tests {
     #[test]
     fn frees_while_a_pool_is_recorded_wait_until_it_has_ended() {
         let gpu = gpu(100, "");
+        gpu.set_lasting_streams(LastingStreams::All);
         gpu.begin_allocate_to_pool(POOL, every_stream()).unwrap();
         let address = take(&gpu, MIB, S0);
         gpu.record_stream(address, S1).unwrap();
@@ -241,6 +242,7 @@ mod tests {
     #[test]
     fn a_capture_does_not_reuse_memory_that_earlier_work_uses() {
         let gpu = gpu(200, "graph_capture_record_stream_reuse:True");
+        gpu.set_lasting_streams(LastingStreams::All);
         let block = take(&gpu, 15 * MIB, S0);
         gpu.driver().launch(S1);
         gpu.record_stream(block, S1).unwrap();

@@ -8,6 +8,7 @@ use crate::callbacks::{Plea, Situation};
 use crate::driver::{Driver, DriverResult};
 use crate::engine::{Engine, ring};
 use crate::error::Ended;
+use crate::give_back::Enough;
 use crate::ladder::{Ladder, Legal, Rung, Then};
 use crate::locked::{Asked, Locked};
 use crate::policy::{Policy, Request};
@@ -216,7 +217,7 @@ impl<D: Driver> Engine<D> {
             })?;
             let Some(waits) = waits else { return Ok((0, ())) };
             let proof = if waits { self.wait_for_device()? } else { Proof::NONE };
-            let (segments, pages) = self.locked(|mut engine| {
+            let Enough { segments, pages } = self.locked(|mut engine| {
                 let request = engine.request_of(climb);
                 engine.enough_to_give_back(&request, proof)
             })?;
