@@ -456,11 +456,8 @@ impl<D: Driver> Locked<'_, D> {
         let before = |uses: &Uses| {
             !uses.ours.is_empty() || uses.streams.iter().any(|s| !uses.in_capture.contains(s))
         };
-        // So may the stream of a block that was not handed out in this capture.
-        let pool = self.state.pools[block.pool].id;
-        let is_there = self.lasts(block.stream)
-            || self.state.recording.iter().any(|recording| recording.pool == pool);
-        if !is_there || block.uses.as_deref().is_some_and(before) {
+        // So may the block's own stream, unless it lasts.
+        if !self.lasts(block.stream) || block.uses.as_deref().is_some_and(before) {
             return Ok(markers);
         }
         for &stream in [&block.stream].into_iter().chain(block.uses_without_event()) {
