@@ -12,6 +12,9 @@ PYTHON_CODE = examples python scripts tests
 PREFIX ?= /usr/local
 DESTDIR ?=
 CUSHION = $(or $(CARGO_TARGET_DIR),target)/release/cushion
+# What the tests are built with. Everything else that tests need is built with the same, so that nothing is built twice.
+TESTED = --profile test --workspace --features cushion/cudarc --locked
+TESTED_IN = $(or $(CARGO_TARGET_DIR),target)/debug
 
 .PHONY: help test test-viz demo picture bench docs verify fuzz clean \
 	test-python test-wheel test-capi wheel install-c gpu-kit test-gpu bench-gpu
@@ -27,17 +30,18 @@ test: ## format, lints, documentation, every test that needs no GPU (SEED=N for 
 	PROPTEST_RNG_SEED=$(SEED) $(CARGO) test --workspace --features cushion/cudarc --locked
 	@echo 'the examples in Rust that need no GPU:'
 	@for example in buffers shortages; do \
-		said=$$($(CARGO) run --locked --quiet -p cushion --example $$example) && echo "$$said" \
+		said=$$($(TESTED_IN)/examples/$$example) && echo "$$said" \
 			&& test "$$(echo "$$said" | tail -n 1)" = ok || exit 1; \
 	done
 	@$(MAKE) --no-print-directory test-viz test-capi test-python test-wheel
 
 test-viz: ## converted snapshots in PyTorch's own tools (MEMORYVIZ_JS=PATH for its viewer too)
-	@$(CARGO) build --release --locked --quiet --bin cushion
-	@sh scripts/test-viz.sh $(CUSHION) "$(MEMORYVIZ_JS)"
+	@$(CARGO) build $(TESTED) --quiet --bin cushion
+	@sh scripts/test-viz.sh $(TESTED_IN)/cushion "$(MEMORYVIZ_JS)"
 
 test-capi: ## the library for C and C++, by programs in both, over simulated devices (CC, CXX)
-	@CARGO="$(CARGO)" CC="$(CC)" CXX="$(CXX)" sh scripts/test-capi.sh
+	@$(CARGO) build $(TESTED) --quiet --lib
+	@CC="$(CC)" CXX="$(CXX)" sh scripts/test-capi.sh
 
 install-c: ## cushion.h, the libraries for C and C++ and cushion.pc, in PREFIX (/usr/local) below DESTDIR
 	@$(CARGO) build --release --locked --quiet -p cushion-capi
@@ -47,7 +51,8 @@ test-python: ## the Python package, over stand-ins for CUDA (TORCH=2.11.0 instal
 	@tools=$$(PYTHON="$(PYTHON)" sh scripts/python.sh ruff mypy) && "$$tools/ruff" check --quiet $(PYTHON_CODE) \
 		&& "$$tools/ruff" format --quiet --check $(PYTHON_CODE) && "$$tools/mypy"
 	@$(PYTHON) -m unittest discover -s tests/gpu -p 'test_*.py'
-	@CARGO="$(CARGO)" PYTHON="$(PYTHON)" TORCH="$(TORCH)" sh scripts/test-python.sh
+	@$(CARGO) build $(TESTED) --quiet --lib
+	@PYTHON="$(PYTHON)" TORCH="$(TORCH)" sh scripts/test-python.sh
 
 test-wheel: ## pip install . and pip install -e ., used away from here
 	@PYTHON="$(PYTHON)" sh scripts/test-wheel.sh
@@ -74,6 +79,7 @@ picture: demo ## the README's picture, from the demo's report (needs Chromium)
 bench: ## speed of the engine, also where something has grown large, of replay (TRACES=FOLDER for other traces) and of loading
 	@$(CARGO) bench --locked --quiet -p cushion-core --bench engine
 	@$(CARGO) bench --locked --quiet -p cushion-core --bench growth
+	@$(CARGO) bench --locked --quiet -p cushion-core --bench misses
 	@TRACES="$(TRACES)" $(CARGO) bench --locked --quiet -p cushion-trace --bench replay
 	@$(CARGO) bench --locked --quiet -p cushion-trace --bench load
 

@@ -1,6 +1,6 @@
 #!/bin/sh
 # The tests of the library for C and C++, on simulated devices and over the stand-in for CUDA's driver: no GPU is
-# needed. CC, CXX and CARGO are the commands to build with.
+# needed. `make test-capi` builds the libraries first. CC and CXX are the commands to build with.
 set -eu
 cd "$(dirname "$0")/.."
 target=$(mkdir -p "${CARGO_TARGET_DIR:-target}" && cd "${CARGO_TARGET_DIR:-target}" && pwd)
@@ -18,7 +18,6 @@ for tool in "$cc" "$cxx"; do
 done
 
 # Used as others use it: installed, into a folder of its own.
-${CARGO:-cargo} build --locked --quiet -p cushion-capi -p cushion-standin
 rm -rf "$work"
 mkdir -p "$work/driver"
 sh scripts/install-c.sh "$installed" "$target/debug" >/dev/null

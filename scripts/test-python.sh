@@ -1,6 +1,6 @@
 #!/bin/sh
-# The tests of the Python package: builds it and the stand-ins for CUDA, and runs python/tests over them. No
-# GPU is needed. With TORCH, a version of PyTorch to install, or TORCH_PYTHON, a Python that has a CUDA build of
+# The tests of the Python package: puts it and the stand-ins for CUDA together, as `make test-python` built them, and runs
+# python/tests over them. No GPU is needed. With TORCH, a version of PyTorch to install, or TORCH_PYTHON, a Python that has a CUDA build of
 # it, nothing is skipped.
 #
 #   scripts/test-python.sh [ARGUMENT OF unittest discover]...
@@ -17,7 +17,6 @@ if ! "$python" -c 'import torch' 2>/dev/null; then
     echo 'test-python: `make test-python TORCH=2.11.0` installs one, in 5 GB'
 fi
 
-${CARGO:-cargo} build --locked --quiet -p cushion-torch -p cushion-standin
 rm -rf "$target/python"
 mkdir -p "$target/python"
 cp -R python/cushion python/gcAllocator python/custom_cuda_allocator "$target/python"

@@ -32,9 +32,9 @@ mod tests {
         assert_eq!(output.status.code(), Some(0));
         let expected = "\
 trace                     policy      allocs  live peak     floor  reserved peak  excess    driver  result
-stream_offload.pickle.gz  segments      3577   9.85 GiB  9.85 GiB      12.08 GiB  1.2264   6.51 ms  fits
-stream_offload.pickle.gz  expandable    3577   9.85 GiB  9.85 GiB      10.00 GiB  1.0154  22.65 ms  fits
-stream_offload.pickle.gz  paged         3577   9.85 GiB  9.85 GiB       9.88 GiB  1.0029  16.25 ms  fits
+stream_offload.pickle.gz  segments      3577   9.85 GiB  9.85 GiB      12.08 GiB  1.2264   6.59 ms  fits
+stream_offload.pickle.gz  expandable    3577   9.85 GiB  9.85 GiB      10.00 GiB  1.0154  22.73 ms  fits
+stream_offload.pickle.gz  paged         3577   9.85 GiB  9.85 GiB       9.88 GiB  1.0029  16.33 ms  fits
 ";
         assert_eq!(text(&output.stdout), expected);
         assert_eq!(text(&output.stderr), "");
@@ -150,7 +150,7 @@ stream_offload.pickle.gz  paged         3577   9.85 GiB  9.85 GiB       9.88 GiB
 trace                     policy      allocs  live peak     floor  reserved peak  excess  smallest device    driver  result
 graphs_serving.pickle.gz  segments      3607   4.14 GiB  4.27 GiB       6.76 GiB  1.6348         4.58 GiB   6.66 ms  fits
 graphs_serving.pickle.gz  expandable    3607   4.14 GiB  4.27 GiB       4.84 GiB  1.1693         4.48 GiB  13.14 ms  fits
-graphs_serving.pickle.gz  paged         3607   4.14 GiB  4.27 GiB       4.34 GiB  1.0485         4.31 GiB   5.56 ms  fits
+graphs_serving.pickle.gz  paged         3607   4.14 GiB  4.27 GiB       4.34 GiB  1.0485         4.30 GiB   5.60 ms  fits
 ";
         assert_eq!(text(&output.stdout), expected);
         let rows = json(&cushion(&["replay", "--min-capacity", "--json", &trace]));
