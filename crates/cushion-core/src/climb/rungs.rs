@@ -275,6 +275,9 @@ impl<D: Driver> Engine<D> {
 
     /// Waits for its turn, for other threads and for other processes.
     pub(super) fn wait_for_others(&self, climb: &mut Climb) -> Visit {
+        if let Err(error) = self.finish_awaiting_device(climb) {
+            return Visit::Failed(error);
+        }
         let now = self.clock.now();
         let left = self.may_wait(climb, now);
         let free = self.driver.memory_info().ok().map(|info| info.free);
