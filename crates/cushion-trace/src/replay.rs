@@ -259,6 +259,7 @@ fn device_for(
     let total = recorded.unwrap_or(UNLIMITED).max(config.capacity.unwrap_or(0));
     let sim = SimConfig { total, ..SimConfig::with_capacity(UNLIMITED.max(total)) };
     let driver = Arc::new(SimDriver::new(sim));
+    driver.work_outlasts_waits();
     // How long work took is not in a trace: the device finishes it while the allocator waits.
     let clock: Arc<dyn Clock> = Arc::new(SimClock::new(Arc::clone(&driver)));
     let options = options_for(program, config);

@@ -113,6 +113,8 @@ struct State {
     capturing: BTreeSet<StreamId>,
     /// Streams that are no more.
     destroyed: BTreeSet<StreamId>,
+    /// Whether work goes on although the device was waited for.
+    outlasts_waits: bool,
     nodes: BTreeMap<NodeId, Vec<NodeId>>,
     handed_out: u64,
     next_address: u64,
@@ -487,7 +489,9 @@ impl Driver for SimDriver {
     fn stream_synchronize(&self, _stream: StreamId) -> DriverResult<()> {
         let mut state = self.enter(Call::StreamSynchronize, 0)?;
         state.refuse_during_capture(Call::StreamSynchronize)?;
-        state.finish_all();
+        if !state.outlasts_waits {
+            state.finish_all();
+        }
         Ok(())
     }
 

@@ -10,6 +10,12 @@ use crate::driver::{Call, Fault, NodeId, StreamId};
 impl SimDriver {
     // ---- work on streams ----
 
+    /// From now on, waiting for the device finishes no work: in a replay it is done when the trace says so. PyTorch waited
+    /// for fewer streams than a wait for the device does.
+    pub fn work_outlasts_waits(&self) {
+        self.state().outlasts_waits = true;
+    }
+
     /// Queues a piece of work on `stream`; it is unfinished until told otherwise. Returns its number
     /// on the stream, from 1. On a stream that is being captured the work becomes a node of the
     /// graph and never runs.
