@@ -21,7 +21,7 @@ require_gpu()
 import torch  # noqa: E402
 
 LARGE, SMALL = 2 * MIB // 4, 4 * KIB // 4
-# Under expandable a stream and pool gets a range as large as PyTorch's, up to this many times the device's memory in all.
+# Under expandable ranges are as large as PyTorch's, up to this many times the device's memory in all.
 DEVICES = {"expandable": 64}
 DEVICES_OTHERWISE = 4
 CONSTANT = 64 * GIB
