@@ -15,7 +15,7 @@ mod tests {
     use super::programs;
 
     /// Damaged inputs.
-    const INPUTS: u64 = 700;
+    const INPUTS: u64 = 2000;
 
     fn corpus() -> Vec<(String, Vec<u8>)> {
         let folder =
