@@ -10,7 +10,7 @@ mod tests {
     use proptest::prelude::*;
 
     /// Programs of each policy and ladder.
-    const PROGRAMS: u64 = 1500;
+    const PROGRAMS: u64 = 600;
 
     fn run(policy: Policy, ladder: Ladder) {
         for number in 0..PROGRAMS {
