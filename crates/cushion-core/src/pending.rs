@@ -234,8 +234,7 @@ impl<D: Driver> Locked<'_, D> {
                 let freed = self.state.moments.next();
                 self.state.pending.awaiting_device.push((freed, id));
             } else {
-                // A driver that will not say, of a stream that is gone, is asked for the event all the same.
-                if matches!(self.driver.capture(stream), Ok(Some(_))) {
+                if !self.is_uncaptured(stream) {
                     return Ok(false);
                 }
                 let event = self.event_now(stream)?;

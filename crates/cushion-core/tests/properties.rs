@@ -10,7 +10,7 @@ mod tests {
     use proptest::prelude::*;
 
     /// Programs of each policy and ladder.
-    const PROGRAMS: u64 = 600;
+    const PROGRAMS: u64 = 4000;
 
     fn run(policy: Policy, ladder: Ladder) {
         for number in 0..PROGRAMS {

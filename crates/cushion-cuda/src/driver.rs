@@ -140,12 +140,7 @@ impl CudaDriver {
                 self.set_marked(event, None);
                 Ok(())
             }
-            Err(
-                Code::INVALID_HANDLE
-                | Code::INVALID_VALUE
-                | Code::INVALID_CONTEXT
-                | Code::CONTEXT_IS_DESTROYED,
-            ) => match api.stream_context(stream) {
+            Err(code) if may_be_gone(code) => match api.stream_context(stream) {
                 // The stream of another device: only an event of that device can mark it.
                 Ok(context) if context != self.primary.context => {
                     let _there = Entered::enter(api, context)?;
@@ -187,6 +182,17 @@ const PROCESS_OVERHEAD: u64 = 1 << 30;
 
 /// What CUDA answers to a handle it never gave.
 const UNKNOWN: Code = Code::INVALID_HANDLE;
+
+/// Whether this may be what CUDA answers when it is given a stream that was destroyed.
+fn may_be_gone(code: Code) -> bool {
+    matches!(
+        code,
+        Code::INVALID_HANDLE
+            | Code::INVALID_VALUE
+            | Code::INVALID_CONTEXT
+            | Code::CONTEXT_IS_DESTROYED
+    )
+}
 
 fn fault(code: Code) -> Fault {
     match code {
@@ -339,7 +345,11 @@ impl Driver for CudaDriver {
     }
 
     fn capture(&self, stream: StreamId) -> DriverResult<Option<Capture>> {
-        self.inside(Call::Capture, |api| api.capture(stream))
+        self.inside(Call::Capture, |api| match api.capture(stream) {
+            // A stream that is gone is not being captured.
+            Err(code) if may_be_gone(code) => Ok(None),
+            other => other,
+        })
     }
 
     fn dependencies(&self, node: NodeId) -> DriverResult<Vec<NodeId>> {
