@@ -21,9 +21,7 @@ require_gpu()
 import torch  # noqa: E402
 
 LARGE, SMALL = 2 * MIB // 4, 4 * KIB // 4
-# Under expandable ranges are as large as PyTorch's, up to this many times the device's memory in all.
-DEVICES = {"expandable": 64}
-DEVICES_OTHERWISE = 4
+DEVICES = 4
 CONSTANT = 64 * GIB
 ONCE_MORE = 16 * GIB
 ROUNDS = 2
@@ -132,7 +130,7 @@ def body(checks: Checks, given) -> dict:
         say(f"{rounds[-1]}")
     device = torch.cuda.mem_get_info()[1]
     grown = [it["address_space"] - began for it in rounds]
-    most = DEVICES.get(given.policy, DEVICES_OTHERWISE) * device + CONSTANT
+    most = DEVICES * device + CONSTANT
     checks.at_most(grown[0], most, f"bytes of addresses for {given.pools} pools")
     checks.at_most(grown[1] - grown[0], ONCE_MORE, "bytes of addresses that the second time took more")
     first = rounds[0]

@@ -1,72 +1,30 @@
 //! What the engine costs where something has grown large: very many streams, pending frees, blocks, ranges or pools.
 //!
-//! Each row is one function, and the median of several runs. Times are the engine's own: what the simulated driver takes
-//! for its bookkeeping is taken off, and what a real driver would take is left out. An argument runs the rows whose names
+//! Each row is one function, and the median of several runs. Where many driver calls are made, the time is the engine's
+//! own, without that of the simulated driver. What a real driver would take is left out. An argument runs the rows whose names
 //! have it in them.
 
 #![expect(clippy::print_stdout, reason = "the bench's table is its output")]
 #![expect(clippy::disallowed_methods, reason = "a bench measures real time")]
 
+mod common;
+
 use std::hint::black_box;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
-use cushion_core::driver::{
-    Call, Capture, DriverResult, EventId, MemoryInfo, NodeId, PageHandle, Properties,
-};
+use cushion_core::driver::Call;
 use cushion_core::testing::RealClock;
-use cushion_core::{
-    Driver, Engine, EngineConfig, Policy, PoolId, SimConfig, SimDriver, StreamId, driver_methods,
-};
+use cushion_core::{Engine, EngineConfig, Policy, PoolId, SimConfig, StreamId};
+
+use common::{Gpu, Timed, median, own_micros};
 
 const MIB: u64 = 1 << 20;
 const GIB: u64 = 1 << 30;
 const MAIN: StreamId = StreamId(0);
 
-type Gpu = Engine<Timed>;
-
-/// A simulated driver that knows how long its own calls took.
-#[derive(Debug)]
-struct Timed {
-    sim: SimDriver,
-    nanos: AtomicU64,
-}
-
-impl Timed {
-    fn micros(&self) -> f64 {
-        #[expect(clippy::cast_precision_loss, reason = "a time")]
-        let nanos = self.nanos.load(Ordering::Relaxed) as f64;
-        nanos / 1e3
-    }
-}
-
-impl std::ops::Deref for Timed {
-    type Target = SimDriver;
-
-    fn deref(&self) -> &SimDriver {
-        &self.sim
-    }
-}
-
-macro_rules! time_calls {
-    ($($name:ident($($argument:ident: $type:ty),*) -> $result:ty;)*) => {
-        impl Driver for Timed {
-            $(fn $name(&self, $($argument: $type),*) -> $result {
-                let start = Instant::now();
-                let result = self.sim.$name($($argument),*);
-                let nanos = u64::try_from(start.elapsed().as_nanos()).unwrap_or(u64::MAX);
-                self.nanos.fetch_add(nanos, Ordering::Relaxed);
-                result
-            })*
-        }
-    };
-}
-driver_methods!(time_calls);
-
 fn gpu(policy: Policy, capacity: u64) -> Gpu {
-    let sim = SimDriver::new(SimConfig::with_capacity(capacity));
-    let driver = Timed { sim, nanos: AtomicU64::new(0) };
+    let driver = Timed::new(SimConfig::with_capacity(capacity));
     let clock = Arc::new(RealClock::default());
     let engine = Engine::with_config(driver, EngineConfig { clock, ..EngineConfig::default() });
     engine.set_policy(policy);
@@ -74,23 +32,11 @@ fn gpu(policy: Policy, capacity: u64) -> Gpu {
     engine
 }
 
-/// Microseconds that `run` takes, without those of the driver.
-fn own_micros(gpu: &Gpu, run: impl FnOnce()) -> f64 {
-    let before = gpu.driver().micros();
-    let all = micros(run);
-    all - (gpu.driver().micros() - before)
-}
-
-/// Microseconds that `run` takes.
+/// Microseconds that `run` takes, with those of the driver.
 fn micros(run: impl FnOnce()) -> f64 {
     let start = Instant::now();
     run();
     start.elapsed().as_secs_f64() * 1e6
-}
-
-fn median(mut times: Vec<f64>) -> f64 {
-    times.sort_by(f64::total_cmp);
-    times[times.len() / 2]
 }
 
 /// A row with one figure for each policy.

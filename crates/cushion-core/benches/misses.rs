@@ -1,20 +1,22 @@
 //! What a miss costs on the CPU where there is much to look at: it must not grow with what is there.
 //!
-//! Each row is one case, on a simulated device whose calls cost next to nothing: the time is the engine's own. Ratios
-//! within a row mean something; absolute figures depend on the machine.
+//! Each row is one case, on a simulated device, whose calls are taken off: the time is the engine's own. Ratios within a
+//! row mean something; absolute figures depend on the machine.
 
 #![expect(clippy::print_stdout, reason = "the bench's table is its output")]
 #![expect(clippy::disallowed_methods, reason = "a bench measures real time")]
 
-use std::time::Instant;
+mod common;
 
 use cushion_core::size::{GIB, MIB};
-use cushion_core::{Engine, Policy, SimConfig, SimDriver, StreamId};
+use cushion_core::{Engine, Policy, SimConfig, StreamId};
+
+use common::{Gpu, Timed, median, own_micros};
 
 const STREAM: StreamId = StreamId(0);
 
-fn engine(policy: Policy, conf: &str) -> Engine<SimDriver> {
-    let engine = Engine::new(SimDriver::new(SimConfig::with_capacity(512 * GIB)));
+fn engine(policy: Policy, conf: &str) -> Gpu {
+    let engine = Engine::new(Timed::new(SimConfig::with_capacity(512 * GIB)));
     engine.set_policy(policy);
     engine.configure(conf).expect("options that are valid");
     // What a program loads before it frees anything is laid out in another way.
@@ -26,19 +28,7 @@ fn engine(policy: Policy, conf: &str) -> Engine<SimDriver> {
     engine
 }
 
-/// Microseconds.
-fn time(run: impl FnOnce()) -> f64 {
-    let start = Instant::now();
-    run();
-    start.elapsed().as_secs_f64() * 1e6
-}
-
-fn median(mut times: Vec<f64>) -> f64 {
-    times.sort_by(f64::total_cmp);
-    times[times.len() / 2]
-}
-
-fn free_every_second(engine: &Engine<SimDriver>, blocks: &[u64], odd: usize) {
+fn free_every_second(engine: &Gpu, blocks: &[u64], odd: usize) {
     for block in blocks.iter().skip(odd).step_by(2) {
         engine.free(*block).expect("a live address");
     }
@@ -57,7 +47,7 @@ fn miss_among(policy: Policy, free: u64) -> f64 {
     let mut times = Vec::new();
     for n in 0..1000 {
         let misses = engine.stats().misses;
-        let took = time(|| {
+        let took = own_micros(&engine, || {
             engine.alloc(3 * MIB + n * 512, STREAM).expect("memory");
         });
         if engine.stats().misses > misses {
@@ -78,7 +68,7 @@ fn fragments(free: u64) {
 }
 
 /// Every second page is free, and the others are gone.
-fn comb(pages: u64) -> Engine<SimDriver> {
+fn comb(pages: u64) -> Gpu {
     let engine = engine(Policy::Paged, "page_mb:2,trim_ms:0,wait_ms:0");
     let blocks: Vec<u64> =
         (0..2 * pages).map(|_| engine.alloc(2 * MIB, STREAM).expect("memory")).collect();
@@ -90,17 +80,17 @@ fn comb(pages: u64) -> Engine<SimDriver> {
 
 /// A request that reaches over a comb and as far again, beside one for as many fresh pages in a row.
 fn over_a_comb(pages: u64, bytes: u64) {
-    let held = |engine: &Engine<SimDriver>| engine.stats().reserved_bytes.all.current;
+    let held = |engine: &Gpu| engine.stats().reserved_bytes.all.current;
     let (mut times, mut plain) = (Vec::new(), Vec::new());
     for _ in 0..3 {
         let comb = comb(pages);
         let before = held(&comb);
-        times.push(time(|| {
+        times.push(own_micros(&comb, || {
             comb.alloc(bytes, STREAM).expect("memory");
         }));
         let fresh = held(&comb) - before;
         let row = engine(Policy::Paged, "page_mb:2,trim_ms:0,wait_ms:0");
-        plain.push(time(|| {
+        plain.push(own_micros(&row, || {
             row.alloc(fresh.max(2 * MIB), STREAM).expect("memory");
         }));
     }

@@ -475,17 +475,18 @@ impl<D: Driver> Engine<D> {
         segments: &[HeldSegment],
         mut placing: impl FnMut(&HeldSegment),
     ) -> Vec<Result<u64, RestoreError>> {
-        let mut ranges: FxHashMap<u64, u64> = FxHashMap::default();
-        let fine = self.locked(|engine| engine.finely_paged(segments));
+        let mut ranges_at: FxHashMap<u64, u64> = FxHashMap::default();
+        let ranges = self.locked(|engine| engine.held_ranges(segments));
         let mut put_back = |held: &HeldSegment| {
-            let range_at = held.range.and_then(|range| ranges.get(&range).copied());
+            let range_at = held.range.and_then(|range| ranges_at.get(&range).copied());
             if range_at.is_none() {
                 placing(held);
             }
-            let finely = held.range.is_some_and(|range| fine.contains(&range));
-            let base = self.locked(|mut engine| engine.restore(held, range_at, finely))?;
+            let range = held.range.and_then(|range| ranges.get(&range).copied());
+            let range = range.unwrap_or_default();
+            let base = self.locked(|mut engine| engine.restore(held, range, range_at))?;
             if let Some(range) = held.range {
-                ranges.insert(range, base - (held.address - range));
+                ranges_at.insert(range, base - (held.address - range));
             }
             Ok(base)
         };

@@ -56,10 +56,9 @@ impl FreeIndex {
         let entry = Entry { size, address, id };
         let chunk = self.chunk_of(entry.key());
         let Some(entries) = self.chunks.get_mut(chunk) else {
-            // The first ever.
-            self.bounds.push(Key::MAX);
-            self.chunks.push(Vec::with_capacity(FULL));
-            self.chunks[0].push(entry);
+            // The first ever. Of thousands of streams, most have few free blocks: it takes no more than it needs.
+            self.bounds = vec![Key::MAX];
+            self.chunks = vec![vec![entry]];
             return true;
         };
         let Err(place) = entries.binary_search_by_key(&entry.key(), Entry::key) else {

@@ -32,9 +32,15 @@ const FEWER_ADDRESSES: u64 = 16;
 /// need: enough for two streams, and the small requests of a few more.
 const PLENTY_OF_HALVES: u64 = 5;
 
-/// As [`PLENTY_OF_HALVES`], for segments laid out as PyTorch's are: there a block may be chosen by the addresses after it,
-/// so that fewer of them change the layout. Even of eight large devices, these are half of what a process has.
-const PLENTY_OF_HALVES_AS_PYTORCH: u64 = 128;
+/// As [`PLENTY_OF_HALVES`], for segments laid out as PyTorch's are. The layout is PyTorch's until a lane needs more than
+/// it has got, so each later lane gets a part of what is left.
+const PLENTY_OF_HALVES_AS_PYTORCH: u64 = 6;
+
+/// The part of what is left that a later lane gets: tens of graph pools get more than graphs use.
+const PART_OF_WHAT_IS_LEFT: u64 = 8;
+
+/// The part of PyTorch's addresses that small requests get, so that the large ones of two streams get all.
+const FEWER_AS_PYTORCH: u64 = 8;
 
 /// The first addresses of a lane, for large requests, after that. For small ones it is half as many.
 const FIRST_ADDRESSES: u64 = 8 * MIB;
@@ -273,7 +279,7 @@ impl<D: Driver> Locked<'_, D> {
         let most = self.device.total.saturating_add(self.device.total / 8);
         let rooms = [most, most / FEWER_ADDRESSES, 0];
         for room in &rooms[usize::from(request.small)..] {
-            let room = self.addresses_for(request, *room, PLENTY_OF_HALVES);
+            let room = self.addresses_for_homes(request, *room);
             let Some(bytes) = round_up(room, self.device.granularity) else {
                 return Ok(None);
             };
@@ -290,24 +296,37 @@ impl<D: Driver> Locked<'_, D> {
         Ok(None)
     }
 
-    /// How many addresses a lane gets: `room`, while all lanes together have fewer than so many times half the device's
-    /// memory. After that, a few for a lane that begins, and then each time twice as many as it has, so that they grow
-    /// with what is used and there are few ranges all the same.
-    fn addresses_for(&self, request: &Request, room: u64, plenty: u64) -> u64 {
-        let plenty = (self.device.total / 2).saturating_mul(plenty);
-        if self.state.homes.addresses.saturating_add(room) <= plenty {
+    /// How many addresses a lane gets for homes: `room`, while there is plenty.
+    fn addresses_for_homes(&self, request: &Request, room: u64) -> u64 {
+        if room <= self.plenty_left(PLENTY_OF_HALVES) {
             return room.max(request.size);
         }
+        self.fewer_addresses(request, room)
+    }
+
+    /// How many addresses a lane gets where PyTorch would reserve `room`: all of them while there is plenty, or a part for
+    /// small requests; then a part of what is left.
+    pub(crate) fn addresses_as_pytorch(&self, request: &Request, room: u64, page_size: u64) -> u64 {
+        let left = self.plenty_left(PLENTY_OF_HALVES_AS_PYTORCH);
+        let part = if request.small { room / FEWER_AS_PYTORCH } else { room };
+        let bytes = if part <= left { part } else { left / PART_OF_WHAT_IS_LEFT };
+        let bytes = bytes.max(self.fewer_addresses(request, room));
+        round_up(bytes, page_size).map_or(room, |bytes| bytes.min(room))
+    }
+
+    /// How many more addresses all lanes together may have: so many times half the device's memory.
+    fn plenty_left(&self, halves: u64) -> u64 {
+        let plenty = (self.device.total / 2).saturating_mul(halves);
+        plenty.saturating_sub(self.state.homes.addresses)
+    }
+
+    /// How many addresses a lane gets where there is no plenty: a few when it begins, and then each time twice as many as
+    /// it has, so that they grow with what is used and there are few ranges all the same.
+    fn fewer_addresses(&self, request: &Request, room: u64) -> u64 {
         let lane = self.state.pools[request.pool].lane(request.stream);
         let held = lane.map_or(0, |lane| lane.addresses());
         let first = if request.small { FIRST_ADDRESSES / 2 } else { FIRST_ADDRESSES };
         held.saturating_mul(2).max(first).min(room).max(request.size)
-    }
-
-    /// As many addresses of `room` as a segment of pages like PyTorch's gets.
-    pub(crate) fn addresses_as_pytorch(&self, request: &Request, room: u64, page_size: u64) -> u64 {
-        let bytes = self.addresses_for(request, room, PLENTY_OF_HALVES_AS_PYTORCH);
-        round_up(bytes, page_size).map_or(room, |bytes| bytes.min(room))
     }
 
     /// Gives the addresses of new homes back, if no page came to them.

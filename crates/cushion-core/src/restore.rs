@@ -4,7 +4,7 @@
 //! A recorded run rarely begins at its beginning. Whoever knows what was held at some moment can go
 //! on from there, with the same memory found by the same requests.
 
-use std::collections::BTreeSet;
+use std::collections::BTreeMap;
 
 use crate::block::{BlockId, BlockState};
 use crate::driver::{Driver, DriverError, StreamId};
@@ -44,6 +44,15 @@ pub struct HeldBlock {
     pub size: u64,
     /// What was asked for.
     pub requested: u64,
+}
+
+/// A reserved range, as far as it was held.
+#[derive(Debug, Default, Clone, Copy)]
+pub(crate) struct HeldRange {
+    /// Whether its pages are not as large as PyTorch's; then they are as small as the device has them.
+    finely: bool,
+    /// Bytes from where it began to where the last segment in it ended.
+    reach: u64,
 }
 
 /// Why a segment was not put back.
@@ -98,26 +107,30 @@ impl HeldSegment {
 }
 
 impl<D: Driver> Locked<'_, D> {
-    /// The reserved ranges that are not made of pages as large as PyTorch's.
-    pub(crate) fn finely_paged(&self, segments: &[HeldSegment]) -> BTreeSet<u64> {
-        let is_fine = |held: &&HeldSegment| {
+    /// The reserved ranges that these segments are parts of, by where they began.
+    pub(crate) fn held_ranges(&self, segments: &[HeldSegment]) -> BTreeMap<u64, HeldRange> {
+        let mut ranges: BTreeMap<u64, HeldRange> = BTreeMap::new();
+        for held in segments {
+            let Some(start) = held.range else { continue };
             let page_size =
                 if held.small { SMALL_SEGMENT } else { self.state.options.large_segment_size };
             let page_size = page_size.next_multiple_of(self.device.granularity);
-            let offset = held.range.map_or(0, |range| held.address.saturating_sub(range));
-            !held.size.is_multiple_of(page_size) || !offset.is_multiple_of(page_size)
-        };
-        segments.iter().filter(is_fine).filter_map(|held| held.range).collect()
+            let offset = held.address.saturating_sub(start);
+            let range = ranges.entry(start).or_default();
+            range.finely |=
+                !held.size.is_multiple_of(page_size) || !offset.is_multiple_of(page_size);
+            range.reach = range.reach.max(offset.saturating_add(held.size));
+        }
+        ranges
     }
 
-    /// Puts a segment back; returns where it begins now. `range_at` is where its reserved range
-    /// begins now, if another segment of that range was put back before; `finely` says that its pages are as small as
-    /// the device has them.
+    /// Puts a segment back; returns where it begins now. `range` is the reserved range that it is a part of, and
+    /// `range_at` where that begins now, if another segment of it was put back before.
     pub(crate) fn restore(
         &mut self,
         held: &HeldSegment,
+        range: HeldRange,
         range_at: Option<u64>,
-        finely: bool,
     ) -> Result<u64, RestoreError> {
         let impossible = |what| RestoreError::Impossible { address: held.address, what };
         held.check().map_err(impossible)?;
@@ -146,10 +159,10 @@ impl<D: Driver> Locked<'_, D> {
         let whole = request(held.size, held.size);
         let free = match held.range {
             None => self.plain_segment(held.size, &whole, Policy::Segments, Context::NONE)?,
-            Some(range) => {
-                let offset = held.address.checked_sub(range);
+            Some(start) => {
+                let offset = held.address.checked_sub(start);
                 let offset = offset.ok_or_else(|| impossible("it lies before its range"))?;
-                self.restore_pages(&whole, offset, range_at, finely).map_err(
+                self.restore_pages(&whole, offset, range, range_at).map_err(
                     |error| match error {
                         RestoreError::Impossible { what, .. } => impossible(what),
                         other => other,
@@ -189,13 +202,13 @@ impl<D: Driver> Locked<'_, D> {
         &mut self,
         request: &Request,
         offset: u64,
+        range: HeldRange,
         range_at: Option<u64>,
-        finely: bool,
     ) -> Result<Option<BlockId>, RestoreError> {
         let impossible = |what| RestoreError::Impossible { address: 0, what };
         let policy = Policy::Expandable;
-        let range = match range_at {
-            Some(range) => range,
+        let start = match range_at {
+            Some(start) => start,
             None => {
                 let view = self.state.view(self.device);
                 let Source::Reserve { bytes, page_size } =
@@ -203,14 +216,16 @@ impl<D: Driver> Locked<'_, D> {
                 else {
                     unreachable!("with no lane there is nothing to extend");
                 };
-                let page_size = if finely { self.device.granularity } else { page_size };
+                let fewer = self.addresses_as_pytorch(request, bytes, page_size);
+                let bytes = range.reach.max(fewer).min(bytes).next_multiple_of(page_size);
+                let page_size = if range.finely { self.device.granularity } else { page_size };
                 let backing = Backing::Pages { page_size };
                 let made = self.paged_segment(bytes, backing, request, policy, Context::NONE)?;
                 let Some(made) = made else { return Ok(None) };
                 self.state.blocks[made].address
             }
         };
-        let address = range.checked_add(offset).ok_or_else(|| impossible("its end is too high"))?;
+        let address = start.checked_add(offset).ok_or_else(|| impossible("its end is too high"))?;
         let lane = self.state.pools[request.pool].lane(request.stream);
         let taken = || impossible("its range is taken, or too small for it");
         let unmapped = lane
@@ -224,7 +239,7 @@ impl<D: Driver> Locked<'_, D> {
         let segment = &segments[blocks[unmapped].segment];
         // Pages with a home are another range's.
         let Backing::Pages { page_size } = segment.backing else { return Err(taken()) };
-        if segment.address != range
+        if segment.address != start
             || !offset.is_multiple_of(page_size)
             || !request.size.is_multiple_of(page_size)
         {
@@ -232,12 +247,12 @@ impl<D: Driver> Locked<'_, D> {
                 "it is not made of whole pages; what `paged` had at second addresses is not put back",
             ));
         }
-        let start = blocks[unmapped].address;
-        if address > start {
-            let front = blocks.split_front(unmapped, address - start, BlockState::Unmapped);
+        let low = blocks[unmapped].address;
+        if address > low {
+            let front = blocks.split_front(unmapped, address - low, BlockState::Unmapped);
             let lane = pools[request.pool].lane_mut(request.stream);
-            lane.remove_unmapped(start);
-            lane.insert_unmapped(start, front);
+            lane.remove_unmapped(low);
+            lane.insert_unmapped(low, front);
             lane.insert_unmapped(address, unmapped);
         }
         if !self.map_block(unmapped, request.size, Context::NONE)? {

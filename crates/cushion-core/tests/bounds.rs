@@ -8,6 +8,7 @@ mod tests {
     use cushion_core::driver::Call;
     use cushion_core::size::{GIB, KIB, MIB};
     use cushion_core::{AllocError, PoolId, StreamId};
+    use proptest::prelude::*;
 
     use crate::common::*;
 
@@ -330,7 +331,7 @@ mod tests {
 
     #[test]
     fn addresses_grow_with_use() {
-        for (conf, most) in [(PAGED, 4 * DEVICE), (EXPANDABLE, 66 * DEVICE)] {
+        for conf in [PAGED, EXPANDABLE] {
             let gpu = gpu(large(), conf);
             let mut live = Vec::new();
             for number in 1..=1000 {
@@ -344,7 +345,7 @@ mod tests {
                 }
             }
             let addresses = gpu.driver().reserved_addresses();
-            assert!(addresses <= most, "{conf}: {} GiB", addresses / GIB);
+            assert!(addresses <= 4 * DEVICE + GIB, "{conf}: {} GiB", addresses / GIB);
             assert_eq!(addresses, gpu.kept().addresses, "{conf}");
             gpu.check_invariants().unwrap();
             // All of them can grow: beyond their first addresses, and again.
@@ -417,6 +418,48 @@ mod tests {
             let block = gpu.alloc(8 * GIB, own).unwrap();
             gpu.free(block).unwrap();
             gpu.check_invariants().unwrap();
+        }
+    }
+
+    /// Where the program's blocks lie, from the first one on, in a stream that comes after `others`; up to the first that
+    /// has no room in the stream's first range.
+    fn layout(others: u64, program: &[(u64, usize)]) -> Vec<u64> {
+        let gpu = gpu(20 << 10, EXPANDABLE);
+        for stream in 1..=others {
+            gpu.alloc(3 * MIB, StreamId(stream)).unwrap();
+        }
+        let own = StreamId(100);
+        let first = gpu.alloc(3 * MIB, own).unwrap();
+        let ranges = count(&gpu, Call::Reserve);
+        let (mut live, mut at) = (Vec::new(), Vec::new());
+        for &(bytes, choice) in program {
+            let block = gpu.alloc(bytes, own).unwrap();
+            if count(&gpu, Call::Reserve) > ranges {
+                break;
+            }
+            live.push(block);
+            at.push(block - first);
+            if choice % 3 > 0 {
+                gpu.free(live.swap_remove(choice % live.len())).unwrap();
+            }
+            if choice % 17 == 0 {
+                gpu.empty_cache().unwrap();
+            }
+        }
+        at
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(300))]
+
+        /// PyTorch reserves as many addresses for each stream. A later one gets fewer here, and is laid out the same.
+        #[test]
+        fn fewer_addresses_are_laid_out_as_pytorchs(
+            program in prop::collection::vec((2 * MIB..120 * MIB, any::<usize>()), 1..120),
+        ) {
+            let (whole, fewer) = (layout(0, &program), layout(7, &program));
+            prop_assert_eq!(&whole[..fewer.len()], &fewer[..]);
+            prop_assert!(fewer.len() == program.len() || fewer.len() >= 5, "{}", fewer.len());
         }
     }
 }

@@ -37,11 +37,7 @@ impl Rules for Expandable {
         }
         let page_size = if request.small { SMALL_SEGMENT } else { view.options.large_segment_size };
         let page_size = page_size.next_multiple_of(view.device.granularity);
-        // Room for more than the device, so that pages unmapped low down can be used again at the
-        // end.
-        let room = view.device.total.saturating_add(view.device.total / 8);
-        let bytes = round_up(room.max(request.size), page_size).unwrap_or(u64::MAX / 2);
-        Source::Reserve { bytes, page_size }
+        Source::Reserve { bytes: pytorchs_room(view, page_size).max(request.size), page_size }
     }
 
     /// Some of the pages may be there.
@@ -60,11 +56,26 @@ impl Rules for Expandable {
     }
 }
 
-/// The size a free block could grow to by pages behind the unmapped block after it.
+/// The addresses that PyTorch reserves for a segment: more than the device, so that pages unmapped low down can be used
+/// again at the end.
+fn pytorchs_room(view: View<'_>, page_size: u64) -> u64 {
+    let room = view.device.total.saturating_add(view.device.total / 8);
+    round_up(room, page_size).unwrap_or(u64::MAX / 2)
+}
+
+/// The size a free block could grow to by pages behind the unmapped block after it. At the end of a segment with fewer
+/// addresses than PyTorch would have reserved, the rest of them count too: the same block is chosen as in PyTorch.
 fn grown_size(view: View<'_>, id: BlockId) -> u64 {
     let block = &view.blocks[id];
-    let room = block.next.map(|next| &view.blocks[next]).filter(|next| !next.is_mapped());
-    block.size + room.map_or(0, |next| next.size)
+    let unmapped = block.next.map(|next| &view.blocks[next]).filter(|next| !next.is_mapped());
+    let size = block.size + unmapped.map_or(0, |next| next.size);
+    let segment = &view.segments[block.segment];
+    match segment.backing {
+        Backing::Pages { page_size } if block.address + size == segment.end() => {
+            size + pytorchs_room(view, page_size).saturating_sub(segment.size)
+        }
+        _ => size,
+    }
 }
 
 /// The lowest address from which free and unmapped blocks in a row have room for `size` bytes.

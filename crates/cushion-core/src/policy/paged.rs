@@ -43,9 +43,11 @@ impl Rules for Paged {
         }
         let page_around = |address| view.pages.page_around(address).expect("a page at home");
         // Whole pages only.
-        let (first, bytes, _) = page_around(block.address);
+        let page = page_around(block.address);
+        let (first, bytes, _) = page;
         let start = if first == block.address { first } else { first + bytes };
-        let (last, bytes, _) = page_around(block.end() - 1);
+        let is_in_one = block.end() <= first + bytes;
+        let (last, bytes, _) = if is_in_one { page } else { page_around(block.end() - 1) };
         let end = if last + bytes == block.end() { block.end() } else { last };
         if start < end { GiveBack::Pages { start, end } } else { GiveBack::Nothing }
     }
