@@ -13,10 +13,24 @@ Each part runs in a process of its own, so that a crash is a failure of that par
 from __future__ import annotations
 
 import argparse
-import ctypes
 import sys
 
-from harness import GIB, MIB, Checks, child, consistent, line_of, main, parser, require_gpu, say, settle, short
+from harness import (
+    GIB,
+    MIB,
+    Checks,
+    child,
+    consistent,
+    destroy_stream,
+    line_of,
+    main,
+    new_stream,
+    parser,
+    require_gpu,
+    say,
+    settle,
+    short,
+)
 
 LIMIT = 1 * GIB
 # Most of it: there is no room for another one like that.
@@ -28,25 +42,6 @@ SPILL_MB = 2048
 WAIT_MS = 1000
 # Each with whether PyTorch's own allocator can do it.
 PARTS = {"borrowed": True, "borrowed_at_work": True, "a_piece": False, "spilled": False, "spilled_at_work": False}
-
-
-def new_stream() -> int:
-    """A stream that PyTorch did not make."""
-    import torch
-
-    stream = ctypes.c_ulonglong(0)
-    status = torch.cuda.cudart().cudaStreamCreate(ctypes.addressof(stream))
-    if int(status) != 0:
-        raise RuntimeError(f"cudaStreamCreate: {status}")
-    return stream.value
-
-
-def destroy_stream(stream: int) -> None:
-    import torch
-
-    status = torch.cuda.cudart().cudaStreamDestroy(stream)
-    if int(status) != 0:
-        raise RuntimeError(f"cudaStreamDestroy: {status}")
 
 
 def set_limit(size: int) -> None:

@@ -11,6 +11,7 @@ too, unless it says otherwise, so that checks the program itself.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import importlib.util
 import json
@@ -105,6 +106,25 @@ def settle() -> None:
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
+
+
+def new_stream() -> int:
+    """A stream that PyTorch did not make."""
+    import torch
+
+    stream = ctypes.c_ulonglong(0)
+    status = torch.cuda.cudart().cudaStreamCreate(ctypes.addressof(stream))
+    if int(status) != 0:
+        raise RuntimeError(f"cudaStreamCreate: {status}")
+    return stream.value
+
+
+def destroy_stream(stream: int) -> None:
+    import torch
+
+    status = torch.cuda.cudart().cudaStreamDestroy(stream)
+    if int(status) != 0:
+        raise RuntimeError(f"cudaStreamDestroy: {status}")
 
 
 def child_environment(**more: str) -> dict[str, str]:

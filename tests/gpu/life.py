@@ -5,14 +5,13 @@ python tests/gpu/life.py [--policy P]
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import sys
 import tempfile
 import threading
 
-from harness import Checks, child, main, parser, require_gpu, settle, short
+from harness import Checks, child, destroy_stream, main, new_stream, parser, require_gpu, settle, short
 
 require_gpu()
 
@@ -126,21 +125,6 @@ def late_frees(checks: Checks, policy: str) -> None:
         came = "main thread done" in done.stdout
         checks.that(came, f"the child did not come to its end: {short(done.stderr)}")
         checks.equal(done.returncode, 0, f"the exit code after late frees ({short(done.stderr)})")
-
-
-def new_stream() -> int:
-    """A stream that PyTorch did not make."""
-    stream = ctypes.c_ulonglong(0)
-    status = torch.cuda.cudart().cudaStreamCreate(ctypes.addressof(stream))
-    if int(status) != 0:
-        raise RuntimeError(f"cudaStreamCreate: {status}")
-    return stream.value
-
-
-def destroy_stream(stream: int) -> None:
-    status = torch.cuda.cudart().cudaStreamDestroy(stream)
-    if int(status) != 0:
-        raise RuntimeError(f"cudaStreamDestroy: {status}")
 
 
 def destroyed_streams(checks: Checks) -> None:

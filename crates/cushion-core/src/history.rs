@@ -8,8 +8,10 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use crate::driver::StreamId;
-use crate::pool::PoolId;
+use crate::block::BlockId;
+use crate::driver::{Driver, StreamId};
+use crate::locked::Locked;
+use crate::pool::{PoolId, PoolIndex};
 
 /// An opaque tag the caller gives to an allocation, such as the number of a recorded stack.
 #[derive(
@@ -147,6 +149,47 @@ impl History {
     /// The entries, oldest first, and how many were forgotten before them.
     pub(crate) fn read(&self) -> (Vec<Entry>, u64) {
         (self.entries.iter().copied().collect(), self.dropped)
+    }
+}
+
+impl<D: Driver> Locked<'_, D> {
+    pub(crate) fn record_block(&mut self, action: Action, id: BlockId, context: Context) {
+        if !self.state.history.is_on() {
+            return;
+        }
+        let block = &self.state.blocks[id];
+        let context = if context == Context::NONE { block.context } else { context };
+        let place = (block.stream, block.pool);
+        self.record(action, block.address, block.requested, place, context);
+    }
+
+    pub(crate) fn record(
+        &mut self,
+        action: Action,
+        address: u64,
+        size: u64,
+        (stream, pool): (StreamId, PoolIndex),
+        context: Context,
+    ) {
+        if self.state.history.is_on() {
+            let pool = self.state.pools[pool].id;
+            self.record_in(action, address, size, (stream, pool), context);
+        }
+    }
+
+    /// As [`record`](Self::record), with the name of the pool.
+    pub(crate) fn record_in(
+        &mut self,
+        action: Action,
+        address: u64,
+        size: u64,
+        (stream, pool): (StreamId, PoolId),
+        context: Context,
+    ) {
+        if self.state.history.is_on() {
+            let time = self.clock.now();
+            self.state.history.push(Entry { action, address, size, stream, pool, time, context });
+        }
     }
 }
 

@@ -45,11 +45,13 @@ mod growth;
 mod history;
 mod homes;
 mod inject;
+mod kept;
 mod ladder;
 mod layout;
 mod locked;
 mod looked_at;
 mod marks;
+mod merge;
 mod owner;
 mod pages;
 mod pending;
@@ -81,8 +83,6 @@ pub use check::Violation;
 pub use climb::Waited;
 pub use clock::{Bell, Clock, VirtualClock};
 pub use driver::{CheckedDriver, Driver, DriverError, SimClock, SimConfig, SimDriver, StreamId};
-#[doc(hidden)]
-pub use engine::Kept;
 pub use engine::{Engine, EngineConfig, PageFigures};
 pub use error::{
     AddressError, AllocError, Ended, FractionError, PoolError, Remedy, Shortage, Tried,
@@ -90,6 +90,8 @@ pub use error::{
 pub use future::AllocFuture;
 pub use history::{Action, Context, Entry};
 pub use inject::{Faults, Injection, InjectionError};
+#[doc(hidden)]
+pub use kept::Kept;
 pub use ladder::{Ladder, Rung, RungSet};
 #[doc(hidden)]
 pub use looked_at::LookedAt;

@@ -1,7 +1,6 @@
 //! The engine while its lock is held: the path of an allocation that finds a free block, and of a
 //! free that nobody waits for. Everything slower is in the files named after it.
 
-use std::ops::Range;
 
 use rustc_hash::FxHashMap;
 
@@ -10,7 +9,7 @@ use crate::clock::Clock;
 use crate::contexts::ToldLater;
 use crate::driver::{Driver, DriverResult, Properties, StreamId};
 use crate::error::{AddressError, AllocError};
-use crate::history::{Action, Context, Entry, History};
+use crate::history::{Action, Context, History};
 use crate::homes::{Found, Homes};
 use crate::inject::{Injected, Injection};
 use crate::ladder::{Ladder, Rung};
@@ -21,7 +20,7 @@ use crate::owner::{self, Owner, Wishes};
 use crate::pages::PageTable;
 use crate::pending::Pending;
 use crate::policy::{Policy, Request, View};
-use crate::pool::{PoolId, PoolIndex, PoolTable};
+use crate::pool::{PoolIndex, PoolTable};
 use crate::private::Recording;
 use crate::proof::{LastingStreams, Moments};
 use crate::queue::{Asker, Queue};
@@ -519,95 +518,6 @@ impl<D: Driver> Locked<'_, D> {
         self.counters.requested_bytes.decrease(small, requested);
     }
 
-    /// Takes `start..end` of a free block, which keeps the block's identity, out of its lane; the rest stays.
-    pub(crate) fn cut_free(&mut self, id: BlockId, start: u64, end: u64) {
-        let State { blocks, pools, .. } = &mut *self.state;
-        let block = &blocks[id];
-        let pool = &mut pools[block.pool];
-        let searches = pool.searches;
-        let lane = pool.lane_mut(block.stream);
-        lane.remove_free(block.size, block.address);
-        lane.changed(block.size, start..end);
-        for rest in blocks.cut(id, start, end).into_iter().flatten() {
-            let block = &mut blocks[rest];
-            block.free_since = searches;
-            lane.insert_free(block.size, block.address, rest);
-        }
-    }
-
-    /// A block becomes free and merges with its neighbours; returns how many, and their bytes.
-    pub(crate) fn merge_free(&mut self, id: BlockId) -> (u64, u64) {
-        let block = &self.state.blocks[id];
-        let freed = block.address..block.end();
-        let mut merged = (0, 0);
-        for neighbour in [block.prev, block.next].into_iter().flatten() {
-            if let Some(bytes) = self.try_merge(id, neighbour, BlockState::Free) {
-                merged = (merged.0 + 1, merged.1 + bytes);
-            }
-        }
-        self.put_free(id, freed);
-        merged
-    }
-
-    /// PyTorch counts the change of free split blocks net, so that its totals agree with ours.
-    fn count_split_change(&mut self, id: BlockId, small: bool, merged: u64, merged_bytes: u64) {
-        let block = &self.state.blocks[id];
-        let (count, bytes) = if block.is_split() { (1, block.size) } else { (0, 0) };
-        for (stat, gained, lost) in [
-            (&self.counters.inactive_split, count, merged),
-            (&self.counters.inactive_split_bytes, bytes, merged_bytes),
-        ] {
-            if gained > lost {
-                stat.increase(small, gained - lost);
-            } else if lost > gained {
-                stat.decrease(small, lost - gained);
-            }
-        }
-    }
-
-    /// Lets `into` swallow its neighbour if that one is in `state`; returns the bytes swallowed.
-    /// `into` is in no index at that moment.
-    pub(crate) fn try_merge(
-        &mut self,
-        into: BlockId,
-        neighbour: BlockId,
-        state: BlockState,
-    ) -> Option<u64> {
-        let other = &self.state.blocks[neighbour];
-        if other.state != state {
-            return None;
-        }
-        let (size, address) = (other.size, other.address);
-        let lane = self.state.pools[other.pool].lane_mut(other.stream);
-        match state {
-            BlockState::Free => lane.remove_free(size, address),
-            BlockState::Unmapped => lane.remove_unmapped(address),
-            _ => unreachable!("only idle blocks merge"),
-        }
-        self.state.blocks.absorb(into, neighbour);
-        Some(size)
-    }
-
-    /// Puts a block into the free index of its lane.
-    pub(crate) fn insert_free(&mut self, id: BlockId) {
-        let block = &self.state.blocks[id];
-        self.put_free(id, block.address..block.end());
-    }
-
-    /// Puts a block, of which only a part was not free before, into the free index of its lane.
-    #[expect(clippy::inline_always, reason = "one call in a free fewer")]
-    #[inline(always)]
-    fn put_free(&mut self, id: BlockId, freed: Range<u64>) {
-        let State { blocks, pools, .. } = &mut *self.state;
-        let block = &mut blocks[id];
-        let pool = &mut pools[block.pool];
-        block.state = BlockState::Free;
-        block.free_since = pool.searches;
-        let lane = pool.lane_mut(block.stream);
-        lane.insert_free(block.size, block.address, id);
-        lane.changed(block.size, freed);
-    }
-
     // ---- small questions ----
 
     pub(crate) fn pool_for(&self, small: bool, stream: StreamId) -> PoolIndex {
@@ -629,46 +539,5 @@ impl<D: Driver> Locked<'_, D> {
 
     pub(crate) fn reserved(&self) -> u64 {
         self.counters.reserved_bytes.current()
-    }
-
-    // ---- history ----
-
-    pub(crate) fn record_block(&mut self, action: Action, id: BlockId, context: Context) {
-        if !self.state.history.is_on() {
-            return;
-        }
-        let block = &self.state.blocks[id];
-        let context = if context == Context::NONE { block.context } else { context };
-        let place = (block.stream, block.pool);
-        self.record(action, block.address, block.requested, place, context);
-    }
-
-    pub(crate) fn record(
-        &mut self,
-        action: Action,
-        address: u64,
-        size: u64,
-        (stream, pool): (StreamId, PoolIndex),
-        context: Context,
-    ) {
-        if self.state.history.is_on() {
-            let pool = self.state.pools[pool].id;
-            self.record_in(action, address, size, (stream, pool), context);
-        }
-    }
-
-    /// As [`record`](Self::record), with the name of the pool.
-    pub(crate) fn record_in(
-        &mut self,
-        action: Action,
-        address: u64,
-        size: u64,
-        (stream, pool): (StreamId, PoolId),
-        context: Context,
-    ) {
-        if self.state.history.is_on() {
-            let time = self.clock.now();
-            self.state.history.push(Entry { action, address, size, stream, pool, time, context });
-        }
     }
 }
