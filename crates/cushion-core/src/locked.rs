@@ -1,7 +1,6 @@
 //! The engine while its lock is held: the path of an allocation that finds a free block, and of a
 //! free that nobody waits for. Everything slower is in the files named after it.
 
-
 use rustc_hash::FxHashMap;
 
 use crate::block::{BlockId, BlockState, BlockTable};

@@ -8,7 +8,9 @@ mod common;
 mod tests {
     use std::collections::BTreeSet;
     use std::fmt;
+    use std::pin::pin;
     use std::sync::{Arc, Mutex, OnceLock, Weak};
+    use std::task::{self, Poll, Waker};
 
     use cushion_core::driver::{
         Call, Capture, DriverResult, EventId, MemoryInfo, NodeId, PageHandle, Properties,
@@ -243,29 +245,53 @@ mod tests {
 
     // ---- streams that are destroyed ----
 
+    /// Stream 9 has work on memory that it borrowed of stream 0, and is gone. The device has nothing more.
+    fn borrowed_by_a_stream_that_is_gone(world: &World, conf: &str) -> (u64, u64) {
+        let (gpu, mine) = (&world.gpu, StreamId(9));
+        let free = gpu.alloc(20 * MIB, S0).unwrap();
+        let pin = gpu.alloc(40 * MIB, S0).unwrap();
+        gpu.free(free).unwrap();
+        let tensor = gpu.alloc(20 * MIB, mine).unwrap();
+        assert_eq!((tensor, gpu.stream_of(tensor)), (free, Some(S0)), "{conf}: it borrows");
+        world.work((tensor, 20 * MIB), mine, 1);
+        world.watched.checked.destroy_stream(mine);
+        world.sim.destroy_stream(mine);
+        (tensor, pin)
+    }
+
     #[test]
     fn a_stream_that_borrowed_may_be_destroyed_before_the_free() {
         for conf in CONFS {
             let world = world(64, &format!("{conf},skip_rungs:cached"));
-            let (gpu, mine) = (&world.gpu, StreamId(9));
-            // Stream 0 has a free block of 20 MiB, and the device nothing more.
-            let free = gpu.alloc(20 * MIB, S0).unwrap();
-            let pin = gpu.alloc(40 * MIB, S0).unwrap();
-            gpu.free(free).unwrap();
-            let tensor = gpu.alloc(20 * MIB, mine).unwrap();
-            assert_eq!((tensor, gpu.stream_of(tensor)), (free, Some(S0)), "{conf}: it borrows");
-            world.work((tensor, 20 * MIB), mine, 1);
-            world.watched.checked.destroy_stream(mine);
-            world.sim.destroy_stream(mine);
-            gpu.free(tensor).unwrap();
-            gpu.check_invariants().unwrap();
+            let (tensor, pin) = borrowed_by_a_stream_that_is_gone(&world, conf);
+            world.gpu.free(tensor).unwrap();
+            world.gpu.check_invariants().unwrap();
             // It is the lender's again once the device was waited for, which a shortage does.
-            let again = gpu.alloc(20 * MIB, S0).unwrap();
-            assert_eq!(again, free, "{conf}");
+            let again = world.gpu.alloc(20 * MIB, S0).unwrap();
+            assert_eq!(again, tensor, "{conf}");
             world.work((again, 20 * MIB), S0, 2);
             world.free(&[again, pin]);
             world.finish();
             assert_eq!(world.sim.held(), 0, "{conf}");
+        }
+    }
+
+    #[test]
+    fn who_waits_is_served_by_a_free_that_needs_the_device() {
+        for conf in CONFS {
+            let world = world(64, &format!("{conf},skip_rungs:cached"));
+            let (tensor, pin) = borrowed_by_a_stream_that_is_gone(&world, conf);
+            let mut waits = pin!(world.gpu.alloc_async(20 * MIB, S0));
+            let mut poll = || waits.as_mut().poll(&mut task::Context::from_waker(Waker::noop()));
+            assert!(poll().is_pending(), "{conf}: all is in use");
+            world.gpu.free(tensor).unwrap();
+            let Poll::Ready(Ok(again)) = poll() else {
+                panic!("{conf}: nobody waits for the device")
+            };
+            assert_eq!(again, tensor, "{conf}");
+            world.work((again, 20 * MIB), S0, 2);
+            world.free(&[again, pin]);
+            world.finish();
         }
     }
 
