@@ -473,7 +473,7 @@ impl<D: Driver> Engine<D> {
 
     // ---- figures ----
 
-    /// The figures now. Takes no lock.
+    /// The figures now. Does not take the engine's lock; the list of lanes has one of its own, held for a moment.
     #[must_use]
     pub fn stats(&self) -> Stats {
         self.counters.read(&self.lanes)

@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 
 use rustc_hash::FxHashSet;
 
-use crate::block::{Block, BlockId, BlockState};
+use crate::block::{BlockId, BlockState};
 use crate::driver::{Driver, DriverResult, StreamId};
 use crate::engine::Engine;
 use crate::history::{Action, Context};
@@ -94,6 +94,7 @@ impl<D: Driver> Engine<D> {
     }
 
     /// Gives back what it may of these halves of pools: plain segments first, then, after one wait for the device, pages.
+    /// While allocations go to a private pool, a capture may be under way, which a wait would end: pages stay.
     fn give_back_halves(&self, halves: &[(PoolId, bool)], context: Context) -> DriverResult<()> {
         for &(pool, small) in halves {
             let leaving = self.locked(|mut engine| engine.detach_half(pool, small));
@@ -102,7 +103,7 @@ impl<D: Driver> Engine<D> {
         // What another thread frees meanwhile may lie beside what was waited for.
         for _ in 0..3 {
             let blocks = self.locked(|engine| engine.blocks_with_pages(halves));
-            if blocks.is_empty() {
+            if blocks.is_empty() || self.locked(|engine| engine.is_recording()) {
                 break;
             }
             let proof = self.wait_for_device()?;
@@ -413,10 +414,13 @@ impl<D: Driver> Locked<'_, D> {
         Ok(Enough { segments, pages })
     }
 
-    /// Takes those of these blocks out of their pool that still are whole free plain segments.
+    /// Takes those of these blocks out of their pool that still are whole free plain segments. The lock was free since they
+    /// were chosen: the same number may be another block's by now, even one of a graph's pool.
     pub(crate) fn detach_segments(&mut self, blocks: &[BlockId]) -> Vec<Leaving> {
+        let halves = self.halves_to_give_back();
         let is_segment = |id: BlockId| {
-            self.state.blocks.get(id).is_some_and(Block::is_free)
+            let block = self.state.blocks.get(id).filter(|block| block.is_free());
+            block.is_some_and(|block| halves.contains(&block.pool))
                 && self.may_give_back(id) == GiveBack::Segment
         };
         let segments: Vec<_> = blocks.iter().copied().filter(|&id| is_segment(id)).collect();
@@ -559,5 +563,40 @@ impl<D: Driver> Locked<'_, D> {
         let context = if context == Context::NONE { segment.context } else { context };
         self.counters.num_device_free.add(1);
         self.record(Action::SegmentFree, address, bytes, (stream, pool), context);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::driver::{SimConfig, SimDriver, StreamId};
+    use crate::engine::Engine;
+    use crate::policy::Policy;
+    use crate::pool::{PoolId, PoolTable};
+    use crate::size::MIB;
+
+    /// A block that was chosen to be given back may be gone, and its number that of a graph's memory.
+    #[test]
+    fn what_a_graph_may_use_is_not_detached() {
+        let gpu = Engine::new(SimDriver::new(SimConfig::with_capacity(64 * MIB)));
+        gpu.set_policy(Policy::Segments);
+        let pool = PoolId(0, 1);
+        gpu.begin_allocate_to_pool(pool, Box::new(|_| true)).unwrap();
+        let graphs = gpu.alloc(20 * MIB, StreamId(0)).unwrap();
+        gpu.end_allocate_to_pool(pool).unwrap();
+        let own = gpu.alloc(20 * MIB, StreamId(0)).unwrap();
+        [graphs, own].into_iter().for_each(|address| gpu.free(address).unwrap());
+        let (of_graph, of_default) = gpu.locked(|engine| {
+            let large = engine.state.pools.private[&pool].large;
+            let free = |half| engine.state.pools[half].free_blocks().next().unwrap();
+            (free(large), free(PoolTable::LARGE))
+        });
+        let leaving = gpu.locked(|mut engine| engine.detach_segments(&[of_graph, of_default]));
+        assert_eq!(leaving.iter().map(|it| it.address).collect::<Vec<_>>(), [own]);
+        assert_eq!(gpu.release(leaving, crate::history::Context::NONE), Ok(20 * MIB));
+        gpu.release_pool(pool).unwrap();
+        let leaving = gpu.locked(|mut engine| engine.detach_segments(&[of_graph]));
+        assert_eq!(leaving.iter().map(|it| it.address).collect::<Vec<_>>(), [graphs]);
+        assert_eq!(gpu.release(leaving, crate::history::Context::NONE), Ok(20 * MIB));
+        gpu.check_invariants().unwrap();
     }
 }

@@ -61,7 +61,11 @@ impl<D: Driver> Locked<'_, D> {
                 let bytes = self.addresses_as_pytorch(request, bytes, page_size);
                 let backing = Backing::Pages { page_size };
                 match self.paged_segment(bytes, backing, request, policy, context)? {
-                    Some(unmapped) => self.extend(unmapped, request.size, context),
+                    Some(unmapped) => {
+                        let grown = self.extend(unmapped, request.size, context);
+                        self.leave_if_unused(unmapped);
+                        grown
+                    }
                     None => Ok(None),
                 }
             }

@@ -28,8 +28,8 @@ const PRICE_OF_MAPPING: u64 = MIB;
 /// Addresses for homes are cut to this part where fewer will do.
 const FEWER_ADDRESSES: u64 = 16;
 
-/// How many times half the device's memory the addresses of all lanes may be before a lane gets fewer than it may ever
-/// need: enough for two streams, and the small requests of a few more.
+/// Up to so many times half the device's memory, a lane gets as many addresses as it may ever need. Beyond, it begins with
+/// [`FIRST_ADDRESSES`], and each new range has twice as many as it has.
 const PLENTY_OF_HALVES: u64 = 5;
 
 /// As [`PLENTY_OF_HALVES`], for segments laid out as PyTorch's are. The layout is PyTorch's until a lane needs more than
@@ -42,7 +42,7 @@ const PART_OF_WHAT_IS_LEFT: u64 = 8;
 /// The part of PyTorch's addresses that small requests get, so that the large ones of two streams get all.
 const FEWER_AS_PYTORCH: u64 = 8;
 
-/// The first addresses of a lane, for large requests, after that. For small ones it is half as many.
+/// The first addresses of a lane for large requests where there is no plenty. For small ones it is half as many.
 const FIRST_ADDRESSES: u64 = 8 * MIB;
 
 /// What growing goes by.
@@ -329,8 +329,8 @@ impl<D: Driver> Locked<'_, D> {
         held.saturating_mul(2).max(first).min(room).max(request.size)
     }
 
-    /// Gives the addresses of new homes back, if no page came to them.
-    fn leave_if_unused(&mut self, id: BlockId) {
+    /// Gives new addresses back, if no page came to them.
+    pub(crate) fn leave_if_unused(&mut self, id: BlockId) {
         let block = &self.state.blocks[id];
         if !block.is_mapped() && !block.is_split() {
             // A driver that will not take them leaves them for the next time.

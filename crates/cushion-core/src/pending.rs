@@ -33,10 +33,10 @@ const MOST_CAPTURED: u32 = 16;
 /// are asked each time, as PyTorch does.
 const FEW: usize = 64;
 
-/// How many it asks of more streams than that: each is a look at memory that nobody had in hand for long.
+/// How many it asks where there are more streams than [`FEW`]: each query likely misses the processor's caches.
 const SOME: usize = 16;
 
-/// As [`FEW`], for a request that finds no memory, and with the lock held.
+/// As [`FEW`], for a request that finds no memory. More would hold the lock for too long.
 const MANY: usize = 1024;
 
 /// How many frees an allocation completes at most.
@@ -56,7 +56,7 @@ pub(crate) struct Pending {
     events: BTreeMap<StreamId, VecDeque<(EventId, BlockId)>>,
     /// The last stream that was asked, where not all were.
     cursor: Option<StreamId>,
-    /// Whether some may be done that were not asked for last time.
+    /// Whether the last pass ended before it had asked every stream.
     more: bool,
     /// Blocks looked at so far by those who asked whether pending ones would serve a request, for tests.
     pub(crate) looks: Cell<u64>,
@@ -92,7 +92,7 @@ impl Pending {
         self.events.len().div_ceil(MANY)
     }
 
-    /// Whether some may be done that were not asked for last time.
+    /// Whether the last pass ended before it had asked every stream.
     pub(crate) fn has_more(&self) -> bool {
         self.more
     }

@@ -55,7 +55,8 @@ pub(crate) struct Lane {
     segments: u32,
     /// Addresses of those of them that pages come and go behind.
     addresses: u64,
-    /// Where room of so many bytes was found, while nothing is free or unmapped that was not then, or the other way round.
+    /// Where room of so many bytes was found, or that there is none. Forgotten when a block becomes free or unmapped, or is
+    /// so no more.
     room: Option<(u64, Option<Room>)>,
     /// What is live in it, and where, in one number.
     live: u64,
@@ -87,7 +88,8 @@ impl Lane {
         &self.free
     }
 
-    /// The free block that `address` lies in, if it lies in one and the lane [has homes](Self::add_homes).
+    /// The last free block that begins at or before `address`, in a lane that [has homes](Self::add_homes). It may end
+    /// before the address.
     pub(crate) fn free_at(&self, address: u64) -> Option<BlockId> {
         self.by_address.as_ref()?.free_at(address)
     }

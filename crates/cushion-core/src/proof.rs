@@ -35,6 +35,9 @@
 //! recorded only on streams that are certainly there: the stream that asks, the default stream, those that the program
 //! says it never destroys ([`LastingStreams`]), and those that the program itself names for a block. A stream that is
 //! being captured is not touched either: an event would become a part of the graph, or break it.
+//!
+//! CUDA may give the handle of a destroyed stream to a new one. The engine cannot tell them apart, and neither can PyTorch:
+//! a program that destroys a stream waits for its work first, or frees its tensors after that work.
 
 use std::collections::BTreeSet;
 use std::marker::PhantomData;
@@ -108,7 +111,7 @@ impl Proof {
     /// Nothing was waited for, and nothing polled.
     pub(crate) const NONE: Self = Self { until: Moment(0), covers: Covers::Nothing };
 
-    /// Whether a free that completed, or had to wait for the device, at `moment` is covered on every stream.
+    /// Whether the device was waited for after `moment`.
     pub(crate) fn covers_device_until(&self, moment: Moment) -> bool {
         matches!(self.covers, Covers::Device) && moment <= self.until
     }

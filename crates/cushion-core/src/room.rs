@@ -75,7 +75,7 @@ fn usable(blocks: &BlockTable, id: Option<BlockId>) -> Option<BlockId> {
 }
 
 /// The room for `size` bytes where the least is missing, the lowest of those, in the run whose first unmapped block is
-/// `hole`; with it an address that no unmapped block of the run lies behind, and how many blocks were looked at.
+/// `hole`; with it the address up to which the run was searched, and how many blocks were looked at.
 fn best_in_run(blocks: &BlockTable, hole: BlockId, size: u64) -> (Option<Room>, u64, u64) {
     let start_for = |hole: BlockId| usable(blocks, blocks[hole].prev).unwrap_or(hole);
     let mut span = Span::new(blocks, start_for(hole));

@@ -1,8 +1,8 @@
 //! Host spill: pages in host memory at a device address, when nothing else is left.
 //!
 //! Each spilled request has a segment and a page of its own, in a pool that no search looks into: freed
-//! spill never serves a request. Its free records an event on its own stream, and when that is done the
-//! page goes back at once, before any memory of the device does.
+//! spill never serves a request. If its stream is certainly there, the free records an event on it, and the page goes back
+//! as soon as that is done, before any memory of the device does. Otherwise it goes back after the next wait for the device.
 
 use crate::block::BlockId;
 use crate::driver::{Driver, DriverResult};

@@ -83,7 +83,7 @@ pub(crate) struct Stitches {
     of_page: BTreeMap<PageHandle, Vec<(StitchId, u64)>>,
     /// Retired and not in use, waiting for the work that their stream had when the mark was made.
     retiring: VecDeque<(Marked, Vec<StitchId>)>,
-    /// Retired and not in use, waiting for their stream to come by.
+    /// Retired and not in use, until a later request of their stream marks its work.
     retired: Vec<StitchId>,
     /// How many a stream may have, if that is less than usual: for tests.
     most: Option<usize>,
@@ -447,7 +447,7 @@ impl<D: Driver> Locked<'_, D> {
     /// Marks the work after which the retired ranges of a stream may go.
     fn wait_for_retired(&mut self, stream: StreamId) -> DriverResult<()> {
         let State { stitches: Stitches { table, retired, .. }, pools, .. } = &mut *self.state;
-        // What a private pool has left goes with its last page.
+        // Ranges of a private pool are dissolved only when their last page is unmapped.
         let is_its_own = |id: &mut StitchId| {
             let (pool, of) = table[*id].family;
             of == stream && pools[pool].id == PoolId::DEFAULT

@@ -28,7 +28,7 @@ impl Calls {
         Self(CALLS_A_HOLD)
     }
 
-    /// For a request that waits for the page.
+    /// No limit: a request needs the page now, or the calls were counted before.
     pub(crate) fn unlimited() -> Self {
         Self(u32::MAX)
     }

@@ -183,7 +183,7 @@ const PROCESS_OVERHEAD: u64 = 1 << 30;
 /// What CUDA answers to a handle it never gave.
 const UNKNOWN: Code = Code::INVALID_HANDLE;
 
-/// Whether this may be what CUDA answers when it is given a stream that was destroyed.
+/// Whether this may be what CUDA answers when it is given a stream that was destroyed, or is another device's.
 fn may_be_gone(code: Code) -> bool {
     matches!(
         code,
@@ -346,8 +346,14 @@ impl Driver for CudaDriver {
 
     fn capture(&self, stream: StreamId) -> DriverResult<Option<Capture>> {
         self.inside(Call::Capture, |api| match api.capture(stream) {
-            // A stream that is gone is not being captured.
-            Err(code) if may_be_gone(code) => Ok(None),
+            Err(code) if may_be_gone(code) => match api.stream_context(stream) {
+                Ok(context) if context != self.primary.context => {
+                    let _there = Entered::enter(api, context)?;
+                    api.capture(stream)
+                }
+                // A stream that is gone is not being captured.
+                _ => Ok(None),
+            },
             other => other,
         })
     }

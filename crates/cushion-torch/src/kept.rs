@@ -35,7 +35,7 @@ pub(crate) struct Kept<T: ?Sized> {
 #[derive(Debug)]
 struct Entry<T: ?Sized> {
     value: Arc<T>,
-    /// The sweep that it was last asked for in, or before.
+    /// How many sweeps there had been when it was last asked for.
     asked_for: u64,
 }
 

@@ -129,8 +129,11 @@ impl<D: Driver> Engine<D> {
 
     /// Completes frees of memory that a stream used which may be gone: nothing less than the device can be waited for.
     fn finish_awaiting_device(&self, climb: &Climb) -> DriverResult<()> {
-        if self.locked(|engine| engine.state.pending.awaits_device()) {
-            self.outside_capture(climb, || self.wait_for_device()).transpose()?;
+        if self.locked(|engine| engine.state.pending.awaits_device())
+            && self.outside_capture(climb, || self.wait_for_device()).transpose()?.is_some()
+        {
+            // Others may wait for just these.
+            self.wake();
         }
         Ok(())
     }
