@@ -32,15 +32,12 @@ const FEWER_ADDRESSES: u64 = 16;
 /// [`FIRST_ADDRESSES`], and each new range has twice as many as it has.
 const PLENTY_OF_HALVES: u64 = 5;
 
-/// As [`PLENTY_OF_HALVES`], for segments laid out as PyTorch's are. The layout is PyTorch's until a lane needs more than
-/// it has got, so each later lane gets a part of what is left.
-const PLENTY_OF_HALVES_AS_PYTORCH: u64 = 6;
+/// What segments laid out as PyTorch's may have beyond three times the device's memory. The layout is PyTorch's until a lane
+/// needs more addresses than it has got. A process has 128 TiB of them.
+const MORE_AS_PYTORCH: u64 = 1 << 40;
 
-/// The part of what is left that a later lane gets: tens of graph pools get more than graphs use.
+/// Then each later lane gets this part of what is left, so that tens of graph pools get more than graphs use.
 const PART_OF_WHAT_IS_LEFT: u64 = 8;
-
-/// The part of PyTorch's addresses that small requests get, so that the large ones of two streams get all.
-const FEWER_AS_PYTORCH: u64 = 8;
 
 /// The first addresses of a lane for large requests where there is no plenty. For small ones it is half as many.
 const FIRST_ADDRESSES: u64 = 8 * MIB;
@@ -298,26 +295,23 @@ impl<D: Driver> Locked<'_, D> {
 
     /// How many addresses a lane gets for homes: `room`, while there is plenty.
     fn addresses_for_homes(&self, request: &Request, room: u64) -> u64 {
-        if room <= self.plenty_left(PLENTY_OF_HALVES) {
+        let plenty = (self.device.total / 2).saturating_mul(PLENTY_OF_HALVES);
+        if room <= plenty.saturating_sub(self.state.homes.addresses) {
             return room.max(request.size);
         }
         self.fewer_addresses(request, room)
     }
 
-    /// How many addresses a lane gets where PyTorch would reserve `room`: all of them while there is plenty, or a part for
-    /// small requests; then a part of what is left.
+    /// How many addresses a lane gets where PyTorch would reserve `room`: all of them while there is plenty, and then a part
+    /// of what is left.
     pub(crate) fn addresses_as_pytorch(&self, request: &Request, room: u64, page_size: u64) -> u64 {
-        let left = self.plenty_left(PLENTY_OF_HALVES_AS_PYTORCH);
-        let part = if request.small { room / FEWER_AS_PYTORCH } else { room };
-        let bytes = if part <= left { part } else { left / PART_OF_WHAT_IS_LEFT };
-        let bytes = bytes.max(self.fewer_addresses(request, room));
+        let plenty = self.device.total.saturating_mul(3).saturating_add(MORE_AS_PYTORCH);
+        let left = plenty.saturating_sub(self.state.homes.addresses);
+        if room <= left {
+            return room;
+        }
+        let bytes = (left / PART_OF_WHAT_IS_LEFT).max(self.fewer_addresses(request, room));
         round_up(bytes, page_size).map_or(room, |bytes| bytes.min(room))
-    }
-
-    /// How many more addresses all lanes together may have: so many times half the device's memory.
-    fn plenty_left(&self, halves: u64) -> u64 {
-        let plenty = (self.device.total / 2).saturating_mul(halves);
-        plenty.saturating_sub(self.state.homes.addresses)
     }
 
     /// How many addresses a lane gets where there is no plenty: a few when it begins, and then each time twice as many as
