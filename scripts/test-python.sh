@@ -1,7 +1,7 @@
 #!/bin/sh
 # The tests of the Python package: puts it and the stand-ins for CUDA together, as `make test-python` built them, and runs
-# python/tests over them. No GPU is needed. With TORCH, a version of PyTorch to install, or TORCH_PYTHON, a Python that has a CUDA build of
-# it, nothing is skipped.
+# python/tests over them. No GPU is needed. With TORCH, a version of PyTorch to install, or TORCH_PYTHON, a Python that
+# has a CUDA build of it, nothing is skipped.
 #
 #   scripts/test-python.sh [ARGUMENT OF unittest discover]...
 set -eu

@@ -381,6 +381,21 @@ mod tests {
         }
     }
 
+    #[test]
+    fn a_refused_stream_keeps_no_addresses() {
+        for conf in [PAGED, EXPANDABLE] {
+            let gpu = gpu(64, conf);
+            let all = gpu.alloc(60 * MIB, S0).unwrap();
+            let before = gpu.kept();
+            for stream in (1..100).map(StreamId) {
+                assert!(gpu.alloc(20 * MIB, stream).is_err(), "{conf}");
+            }
+            let after = gpu.kept();
+            assert_eq!((after.addresses, after.lanes), (before.addresses, before.lanes), "{conf}");
+            gpu.free(all).unwrap();
+        }
+    }
+
     /// A lane with several ranges of few addresses each serves, grows, gives back and grows again.
     #[test]
     fn a_lane_of_many_ranges_works() {

@@ -243,6 +243,31 @@ mod tests {
         }
     }
 
+    #[test]
+    fn emptying_a_pool_during_a_capture_does_not_wait_for_the_device() {
+        for conf in ON_PAGES {
+            let world = world(256, conf);
+            let (released, captured) = (PoolId(0, 1), PoolId(0, 2));
+            world.capture(released, S1, 20 * MIB);
+            world.gpu.release_pool(released).unwrap();
+            let (held, waits) = (world.sim.held(), world.sim.counts().of(Call::StreamSynchronize));
+            world.gpu.begin_allocate_to_pool(captured, Box::new(|it| it == S2)).unwrap();
+            world.sim.begin_capture(S2);
+            world.gpu.empty_cache_of(released).unwrap();
+            assert_eq!(world.sim.counts().of(Call::StreamSynchronize), waits, "{conf}");
+            assert_eq!(
+                world.sim.held(),
+                held,
+                "{conf}: pages stay until they are known to be idle"
+            );
+            world.sim.end_capture(S2);
+            world.gpu.end_allocate_to_pool(captured).unwrap();
+            world.gpu.empty_cache_of(released).unwrap();
+            assert!(world.sim.held() < held, "{conf}");
+            world.gpu.check_invariants().unwrap();
+        }
+    }
+
     // ---- streams that are destroyed ----
 
     /// Stream 9 has work on memory that it borrowed of stream 0, and is gone. The device has nothing more.

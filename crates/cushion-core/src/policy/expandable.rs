@@ -1,8 +1,8 @@
 //! `expandable`: PyTorch's expandable segments, to the byte.
 //!
 //! A segment is a reserved range, filled with pages from its lowest addresses up. PyTorch's have room for more than the
-//! whole device; those of later lanes are smaller here (`addresses_as_pytorch`), and laid out the same until they are full. A free block that borders on unmapped addresses can grow, so for best
-//! fit it counts as the size it could grow to.
+//! whole device. Those of later lanes are smaller here (`addresses_as_pytorch`), and laid out the same until they are full.
+//! A free block that borders on unmapped addresses can grow, so for best fit it counts as the size it could grow to.
 
 use super::{GiveBack, Request, Rules, Source, View, is_oversized_for};
 use crate::block::{Block, BlockId, BlockState};
