@@ -8,11 +8,15 @@
 """
 
 from ._cushion import __version__, stats
+from ._failures import is_out_of_memory
 from ._install import InstallError, install, is_installed, simulate
+from ._known import retry_stats
 from ._memory import Memory, alloc_async, alloc_future, allocate_tensor, prefetch
 from ._offload import Offloader, offloader
+from ._parts import CannotSplit, SplitBatch, split_batch
+from ._ranks import RankError
 from ._receipts import OutOfMemoryError, Receipt, keep_receipts, receipt_of, receipts
-from ._retry import CannotSplit, is_out_of_memory, retry, retry_stats, split_batch
+from ._retry import retry
 from ._shortage import budget, inject, on_refusal, on_shortage, remove_callback
 
 __all__ = [
@@ -21,7 +25,9 @@ __all__ = [
     "Memory",
     "Offloader",
     "OutOfMemoryError",
+    "RankError",
     "Receipt",
+    "SplitBatch",
     "__version__",
     "alloc_async",
     "alloc_future",

@@ -1,0 +1,172 @@
+"""How the parts of a step add up to the whole: what each part weighs, and what its gradients and results are multiplied
+by. Nothing is guessed: the program says it, or the step is not split."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+from . import _parts
+from ._parts import Arguments
+
+Loss = Literal["mean", "sum"]
+Weight = Callable[..., Any]
+Combine = Callable[[list[Any]], Any]
+
+
+class Adding:
+    """How the parts of one step add up."""
+
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        split: _parts.Split,
+        loss: Loss | None,
+        weight: Weight | None,
+        combine: Combine | None,
+    ) -> None:
+        self._split, self._loss, self._weight, self._combine = split, loss, weight, combine
+        self.names = _positional_names(step)
+        self._takes_share = _takes_share(step)
+        self._check(step)
+
+    def _check(self, step: Callable[..., Any]) -> None:
+        if self._loss not in (None, "mean", "sum"):
+            raise ValueError(f'cushion.retry: loss is {self._loss!r}, and has to be "mean" or "sum"')
+        if self._loss == "sum" and self._weight is not None:
+            raise TypeError('cushion.retry: parts of a sum have no weight: leave loss="sum" or weight= out')
+        if self._takes_share and self._loss is not None:
+            raise TypeError(
+                f"cushion.retry: {_name(step)} takes `share` and multiplies by it itself: leave loss={self._loss!r} out"
+            )
+        if not (self._takes_share or self._loss or self._weight or self._combine):
+            raise TypeError(
+                f"cushion.retry: how do the parts of {_name(step)} add up? A batch is split only when that is said. "
+                "Add one of these:\n"
+                '    loss="mean"     the loss is a mean over the samples of a batch\n'
+                '    loss="sum"      the loss is a sum over them\n'
+                "    weight=lambda inputs, targets: (targets != -100).sum()     a mean over what is counted here\n"
+                "    combine=torch.cat     there is no loss: the step returns one result for each sample\n"
+                "or give the step a parameter `share=1.0`, and multiply its loss by that"
+            )
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether the step computes a loss, and so, perhaps, gradients."""
+        return bool(self._takes_share or self._loss or self._weight)
+
+    def cut(self, parts: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Arguments]:
+        """The arguments of so many parts, or of fewer."""
+        split: Any = self._split
+        if isinstance(split, _parts.SplitBatch):
+            split = split.named(self.names)
+        return list(split(parts, *args, **kwargs))
+
+    def check_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if isinstance(self._split, _parts.SplitBatch):
+            self._split.check(args, kwargs, self.names)
+
+    def shares(self, parts: Sequence[Arguments], whole: Arguments) -> list[float]:
+        """The part that each has in the whole; they add up to 1."""
+        says_itself = not isinstance(self._split, _parts.SplitBatch) and "share" not in whole[1]
+        if says_itself and self._weight is None and all("share" in kwargs for _, kwargs in parts):
+            return [float(kwargs["share"]) for _, kwargs in parts]
+        if self._loss == "sum" or not self.has_loss:
+            return [1.0] * len(parts)
+        weights = [self._weight_of(part) for part in parts]
+        total = math.fsum(weights)
+        if total == 0:
+            # Nothing is counted in any of them. The whole would divide by zero, and so do they.
+            return [1 / len(parts)] * len(parts)
+        return [weight / total for weight in weights]
+
+    def _weight_of(self, part: Arguments) -> float:
+        args, kwargs = part
+        if self._weight is not None:
+            weight = float(self._weight(*args, **{name: it for name, it in kwargs.items() if name != "share"}))
+            if not (math.isfinite(weight) and weight >= 0):
+                raise ValueError(f"cushion.retry: weight= gave {weight}, and a part weighs 0 or more")
+            return weight
+        split = self._split
+        if isinstance(split, _parts.SplitBatch):
+            return float(split.length(args, kwargs, self.names))
+        return float(_parts.rows(part))
+
+    def factor(self, share: float) -> float:
+        """What gradients and losses of a part are multiplied by here; a step that takes `share` does it itself."""
+        return share if self._loss == "mean" or (self._weight is not None and not self._takes_share) else 1.0
+
+    def with_share(self, part: Arguments, share: float, whole: Arguments) -> Arguments:
+        """The arguments of a part, with its share of the batch if the step takes it."""
+        args, kwargs = part
+        if not self._takes_share:
+            return args, {name: it for name, it in kwargs.items() if name != "share"} if "share" in kwargs else kwargs
+        at = self.names.index("share") if "share" in self.names else len(args)
+        if at < len(args):
+            return (*args[:at], whole[0][at] * share, *args[at + 1 :]), kwargs
+        return args, {**kwargs, "share": whole[1].get("share", 1.0) * share}
+
+    @property
+    def wants_every_result(self) -> bool:
+        return self._combine is not None
+
+    def check_result(self, result: Any, step: Callable[..., Any]) -> None:
+        """Whether results of parts could be added; looked at also where there was one part."""
+        if self._combine is None and result is not None and not _is_loss(result):
+            raise TypeError(
+                f"cushion.retry: {_name(step)} returned a {type(result).__name__}, and only a loss can be added up "
+                "over parts, as a float or as a floating-point tensor with no dimensions: return the loss alone, or "
+                "say with combine= what becomes of the results of the parts"
+            )
+
+    def combine(self, results: list[Any], factors: list[float]) -> Any:
+        if self._combine is not None:
+            if len(results) == 1 and _only_joins(self._combine):
+                # As it is, and not copied.
+                return results[0]
+            return self._combine(results)
+        if len(results) == 1 or all(result is None for result in results):
+            return results[0]
+        terms = [result if factor == 1.0 else result * factor for result, factor in zip(results, factors)]
+        return sum(terms[1:], terms[0])
+
+
+def _is_loss(value: Any) -> bool:
+    if isinstance(value, float):
+        return True
+    if getattr(value, "shape", None) != ():
+        return False
+    floating = getattr(value, "is_floating_point", None)
+    return bool(floating()) if callable(floating) else getattr(getattr(value, "dtype", None), "kind", "") == "f"
+
+
+def _only_joins(combine: Combine) -> bool:
+    torch = sys.modules.get("torch")
+    joins = (getattr(torch, name, None) for name in ("cat", "concat", "concatenate"))
+    return any(combine is join for join in joins if join is not None)
+
+
+def _takes_share(step: Callable[..., Any]) -> bool:
+    found = _signature(step).get("share")
+    return found is not None and found.kind in (found.POSITIONAL_OR_KEYWORD, found.KEYWORD_ONLY)
+
+
+def _positional_names(step: Callable[..., Any]) -> list[str]:
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [name for name, it in _signature(step).items() if it.kind in kinds]
+
+
+def _signature(step: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    # Of a module its forward() says more than its __call__().
+    shown = getattr(step, "forward", step) if hasattr(step, "named_modules") else step
+    try:
+        return dict(inspect.signature(shown).parameters)
+    except (TypeError, ValueError):
+        return {}
+
+
+def _name(step: Callable[..., Any]) -> str:
+    return getattr(step, "__qualname__", None) or type(step).__name__

@@ -1,0 +1,64 @@
+"""Errors that say that memory ran out: how they are recognised, and how what they hold is let go of."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+
+# Out of memory as a plain RuntimeError: libraries under PyTorch ask the driver, or the host, themselves.
+_TEXTS = (
+    "CUDA out of memory",
+    "CUDA error: out of memory",
+    "CUDA driver error: out of memory",
+    "cudaErrorMemoryAllocation",
+    "Cuda failure 2 'out of memory'",
+    "Cuda failure 'out of memory'",
+    "Triton Error [CUDA]: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+    "CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED",
+    "CUFFT_ALLOC_FAILED",
+    "CURAND_STATUS_ALLOCATION_FAILED",
+    "CUSOLVER_STATUS_ALLOC_FAILED",
+    "CUSPARSE_STATUS_ALLOC_FAILED",
+    "DefaultCPUAllocator: can't allocate memory",
+    "DefaultCPUAllocator: not enough memory",
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory ran out, on the GPU or on the host: PyTorch's and Cushion's own, those of the
+    CUDA driver and runtime, of cuBLAS, cuDNN, cuFFT, cuRAND, cuSOLVER, cuSPARSE, NCCL and Triton, and Python's."""
+    if isinstance(error, MemoryError):
+        return True
+    if not isinstance(error, RuntimeError):
+        return False
+    torch = sys.modules.get("torch")
+    for module in (torch, getattr(torch, "cuda", None)):
+        kind = getattr(module, "OutOfMemoryError", None)
+        if isinstance(kind, type) and isinstance(error, kind):
+            return True
+    said = str(error)
+    return any(text in said for text in _TEXTS)
+
+
+def chain(error: BaseException, end: BaseException | None) -> list[BaseException]:
+    """An error with its causes and contexts, up to one that is not meant."""
+    found: list[BaseException] = []
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        one = waiting.pop()
+        if one is not None and one is not end and not any(one is other for other in found):
+            found.append(one)
+            waiting += [one.__cause__, one.__context__]
+    return found
+
+
+def was_in_backward(error: BaseException) -> bool:
+    """Whether it came out of PyTorch's backward(), which has added to some gradients by then."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        code = frame.f_code
+        if code.co_name == "backward" and code.co_filename.replace("\\", "/").endswith("torch/autograd/__init__.py"):
+            return True
+    return False

@@ -1,0 +1,249 @@
+"""Parts of a batch: how a batch is cut, and what each part weighs.
+
+`cushion.retry` runs a step in smaller parts when the whole batch does not fit. This module makes the arguments of the
+parts. It never guesses: where the same arguments could be cut in two ways, it refuses, and the text says what to write
+instead."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any
+
+# The arguments of one part: those by position, and those by name.
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+Split = Callable[..., Sequence[Arguments]]
+
+# A tensor of three dimensions whose first has one of these lengths may be one image, with its channels first.
+_CHANNELS = (1, 3, 4)
+
+
+class CannotSplit(ValueError):
+    """A batch cannot be split into so many parts: raised by a `split` of `cushion.retry`, which then gives up."""
+
+
+class SplitBatch:
+    """Splits a batch by rows; `cushion.split_batch` is one, and `cushion.split_batch.along(1)` splits by columns.
+
+    The first tensor among the arguments says how long the batch is. Every tensor of that length, also inside of
+    tuples, lists, mappings and dataclasses, is cut into parts as equal as can be; all else is given whole to every
+    part. A tensor is whatever has a `shape` and can be sliced.
+
+    Some arguments can be read in two ways. Then the split is refused until the program says which is meant:
+
+    - a list of samples of their own shapes, such as images for a detector, takes `cushion.split_batch.samples`;
+    - an argument that belongs to no row, such as a mask over positions, takes `cushion.split_batch.whole("mask")`;
+    - a square tensor as long as the batch that does belong to the rows takes `cushion.split_batch.rows("targets")`.
+    """
+
+    def __init__(
+        self,
+        dim: int = 0,
+        *,
+        by_sample: bool = False,
+        whole: frozenset[str] = frozenset(),
+        rows: frozenset[str] = frozenset(),
+    ) -> None:
+        if dim < 0:
+            raise ValueError(f"a batch cannot be split along dimension {dim}: count from the first, which is 0")
+        self.dim = dim
+        self._by_sample, self._whole, self._rows = by_sample, whole, rows
+
+    def along(self, dim: int) -> SplitBatch:
+        """The same along another dimension."""
+        return SplitBatch(dim, by_sample=self._by_sample, whole=self._whole, rows=self._rows)
+
+    @property
+    def samples(self) -> SplitBatch:
+        """The same for lists of samples: a list is cut between its elements, and its length is the batch's."""
+        return SplitBatch(self.dim, by_sample=True, whole=self._whole, rows=self._rows)
+
+    def whole(self, *names: str) -> SplitBatch:
+        """The same, with these arguments, or keys of a mapping, given whole to every part."""
+        return SplitBatch(self.dim, by_sample=self._by_sample, whole=self._whole | {*names}, rows=self._rows)
+
+    def rows(self, *names: str) -> SplitBatch:
+        """The same, with these arguments, or keys of a mapping, known to have one row for each sample."""
+        return SplitBatch(self.dim, by_sample=self._by_sample, whole=self._whole, rows=self._rows | {*names})
+
+    def named(self, names: Sequence[str]) -> Callable[..., list[Arguments]]:
+        """The same for a function whose positional parameters have these names, which `whole` and `rows` speak of."""
+        return lambda parts, *args, **kwargs: self._split(parts, args, kwargs, names)
+
+    def __call__(self, parts: int, /, *args: Any, **kwargs: Any) -> list[Arguments]:
+        """The arguments of so many parts, or of as many as there are rows."""
+        return self._split(parts, args, kwargs, ())
+
+    def check(self, args: tuple[Any, ...], kwargs: dict[str, Any], names: Sequence[str] = ()) -> None:
+        """Raises CannotSplit where these arguments can never be cut: found at the first call, not in a shortage."""
+        length = self.length(args, kwargs, names)
+        if length > 1:
+            self._cut_all(args, kwargs, names, length, slice(0, 1))
+
+    def _split(
+        self, parts: int, args: tuple[Any, ...], kwargs: dict[str, Any], names: Sequence[str]
+    ) -> list[Arguments]:
+        length = self.length(args, kwargs, names)
+        parts = min(parts, length)
+        cuts = [slice(length * part // parts, length * (part + 1) // parts) for part in range(parts)]
+        return [self._cut_all(args, kwargs, names, length, rows) for rows in cuts]
+
+    def length(self, args: tuple[Any, ...], kwargs: dict[str, Any], names: Sequence[str] = ()) -> int:
+        """How many samples these arguments hold."""
+        for name, value in _named(args, kwargs, names):
+            if name != "self" and name not in self._whole:
+                found = self._length_of(value)
+                if found is not None:
+                    return found
+        if self._by_sample:
+            raise CannotSplit("no argument is a list of samples")
+        raise CannotSplit(f"no argument is a tensor with a dimension {self.dim}")
+
+    def _length_of(self, value: Any) -> int | None:
+        if self._by_sample and isinstance(value, list):
+            return len(value)
+        if _is_tensor(value):
+            return int(value.shape[self.dim]) if not self._by_sample and len(value.shape) > self.dim else None
+        items: Any = ()
+        if isinstance(value, (tuple, list)):
+            items = value
+        elif isinstance(value, Mapping):
+            items = (inner for key, inner in value.items() if key not in self._whole)
+        elif _is_dataclass(value):
+            items = (getattr(value, it.name) for it in dataclasses.fields(value) if it.name not in self._whole)
+        return next((found for found in map(self._length_of, items) if found is not None), None)
+
+    def _cut_all(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], names: Sequence[str], length: int, rows: slice
+    ) -> Arguments:
+        cut = _Cut(self, length, rows)
+        values = [cut.value(name, value) for name, value in _named(args, kwargs, names)]
+        return tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :]))
+
+
+class _Cut:
+    """One part being cut. The first tensor says how long the batch is, and needs no other sign that it is the batch."""
+
+    def __init__(self, split: SplitBatch, length: int, rows: slice) -> None:
+        self._split, self._length, self._rows_of_part = split, length, rows
+        self._first: tuple[int, ...] | None = None
+
+    def value(self, name: str, value: Any) -> Any:
+        split = self._split
+        if name == "self" or name in split._whole:
+            return value
+        if _is_tensor(value):
+            return self._tensor(name, value)
+        if isinstance(value, list) and split._by_sample:
+            return value[self._rows_of_part] if len(value) == self._length else value
+        if isinstance(value, (tuple, list)):
+            if isinstance(value, list):
+                self._check_list(name, value)
+            cut = [self.value(name, inner) for inner in value]
+            named = getattr(type(value), "_make", None)
+            return named(cut) if named is not None else type(value)(cut)
+        if isinstance(value, Mapping):
+            return _like(value, {key: self.value(str(key), inner) for key, inner in value.items()})
+        if _is_dataclass(value):
+            fields = [it.name for it in dataclasses.fields(value) if it.init]
+            return dataclasses.replace(value, **{field: self.value(field, getattr(value, field)) for field in fields})
+        return value
+
+    def _tensor(self, name: str, value: Any) -> Any:
+        dim = self._split.dim
+        if len(value.shape) <= dim or value.shape[dim] != self._length:
+            return value
+        shape = tuple(value.shape)
+        if self._first is None:
+            self._first = shape
+        elif self._may_be_a_mask(name, shape):
+            what = f"`{name}`" if name else "an argument"
+            hint = name or "NAME"
+            raise CannotSplit(
+                f"{what} has the shape {shape}, which can be {self._length} rows of the batch or a square "
+                f'that every part needs: write split=cushion.split_batch.rows("{hint}") or .whole("{hint}")'
+            )
+        return value[(slice(None),) * dim + (self._rows_of_part,)]
+
+    def _may_be_a_mask(self, name: str, shape: tuple[int, ...]) -> bool:
+        """A square as long as the batch: rows of it, or a mask over as many positions."""
+        square = len(shape) == 2 and shape[0] == shape[1] > 1
+        looks_like_the_batch = shape == self._first and "mask" not in name
+        return square and not looks_like_the_batch and name not in self._split._rows
+
+    def _check_list(self, name: str, value: list[Any]) -> None:
+        """A list of tensors may be the tensors of one batch, as PyTorch's DataLoader gives them, or a batch of
+        samples."""
+        shapes = [tuple(tensor.shape) for tensor in value if _is_tensor(tensor)]
+        if len(shapes) < 2 or len(shapes) < len(value):
+            return
+        images = all(len(shape) == 3 and shape[0] in _CHANNELS for shape in shapes)
+        lengths = {shape[self._split.dim] for shape in shapes if len(shape) > self._split.dim}
+        if images or lengths != {self._length}:
+            raise CannotSplit(
+                f"a list of {len(shapes)} tensors, the first of shape {shapes[0]}, can be a batch of samples or the "
+                "tensors of one batch: write split=cushion.split_batch.samples for samples, or give tensors in a tuple"
+            )
+
+
+split_batch = SplitBatch()
+
+
+def size(arguments: Arguments) -> int:
+    """How large a part is: the elements of its tensors."""
+    return sum(math.prod(tensor.shape) for tensor in tensors(arguments))
+
+
+def rows(arguments: Arguments) -> int:
+    """How many samples a part has that the program cut: by its first tensor, or by its first list where there are no
+    tensors."""
+    for tensor in tensors(arguments):
+        if len(tensor.shape) > 0:
+            return int(tensor.shape[0])
+    for value in (*arguments[0], *arguments[1].values()):
+        if isinstance(value, Sequence) and not isinstance(value, str):
+            return len(value)
+    raise CannotSplit('the parts have no tensors to count rows of: say what a part weighs with weight=, or loss="sum"')
+
+
+def tensors(value: Any) -> Iterator[Any]:
+    if _is_tensor(value):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for inner in value:
+            yield from tensors(inner)
+    elif isinstance(value, Mapping):
+        for inner in value.values():
+            yield from tensors(inner)
+    elif _is_dataclass(value):
+        for it in dataclasses.fields(value):
+            yield from tensors(getattr(value, it.name))
+
+
+def _is_tensor(value: Any) -> bool:
+    return hasattr(value, "shape") and hasattr(value, "__getitem__")
+
+
+def _is_dataclass(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def _named(args: tuple[Any, ...], kwargs: dict[str, Any], names: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    for at, value in enumerate(args):
+        yield (names[at] if at < len(names) else ""), value
+    yield from kwargs.items()
+
+
+def _like(mapping: Mapping[Any, Any], cut: dict[Any, Any]) -> Mapping[Any, Any]:
+    """A mapping of the same type with other values."""
+    if isinstance(mapping, MutableMapping):
+        same = copy.copy(mapping)
+        same.update(cut)
+        return same
+    try:
+        made: Mapping[Any, Any] = type(mapping)(cut)  # type: ignore[call-arg]
+    except TypeError as error:
+        raise CannotSplit(f"a {type(mapping).__name__} cannot be made from a dict, so it cannot be cut") from error
+    return made
