@@ -42,6 +42,12 @@ def start(settings: Settings) -> str:
     """Makes `settings` those of every device; returns the name of what is raised when memory runs out. ValueError if
     the file for receipts cannot be opened."""
 
+def change_settings(
+    policy: str | None = None, conf: str | None = None, receipts: str | None = None, inject: str | None = None
+) -> Settings:
+    """Changes what is given of the settings in force, and leaves the rest; an empty text takes receipts or injected
+    failures away. Returns the settings in force; ValueError as for the two above, and then nothing changes."""
+
 def simulate(size: str) -> None:
     """Devices are simulated from now on, each of this size: `16GiB`, `8GB` or a number of bytes. ValueError if it is no
     size; RuntimeError if devices are in use already."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import threading
 import warnings
 from collections.abc import Iterable
@@ -12,6 +13,15 @@ from typing import Any, Literal
 from . import _cushion, _limits, _log, _patches, _receipts, _streams
 
 OLDEST_TORCH = (2, 3)
+
+CUDA_IN_USE = (
+    "CUDA is in use already, and PyTorch changes its allocator only before that. Call cushion.install() right after "
+    "`import torch`, before the first tensor or query of the GPU, or start the program as `cushion run PROGRAM`."
+)
+RAY = (
+    " Ray Train sets the GPU of a worker before it calls the training function, so that is too late: let every worker "
+    'install Cushion as it starts, by ray.init(runtime_env={"worker_process_setup_hook": "cushion.install"}).'
+)
 
 # Once Python shuts down, nothing calls into it any more.
 atexit.register(_cushion.stop)
@@ -38,12 +48,17 @@ def install(
 
     Call it before CUDA is used. What is not given comes from the environment (`CUSHION_POLICY`,
     `CUSHION_LOG`, `CUSHION_CONF`, `CUSHION_RECEIPTS`, `CUSHION_INJECT`, a variable for each option, and
-    `PYTORCH_CUDA_ALLOC_CONF`), and else is the default. A second call only changes these settings.
+    `PYTORCH_CUDA_ALLOC_CONF`), and else is the default.
+
+    A second call may come at any time. It changes what is given, option by option, and leaves everything else as it is;
+    without arguments it changes nothing. The environment is not read again. An empty text for `receipts` or `inject`
+    ends it. Another policy serves new memory; memory in use stays as it is laid out until it is given back.
 
     :param policy: how memory is laid out: "paged", with the least waste, which is the default; "segments", as PyTorch's
         classic allocator does it; or "expandable", as its expandable segments
     :param enable_logging: whether what was installed, and every shortage, survived or refused, is said on standard
-        error, through Python's logger `cushion`
+        error. Without it, shortages are still warnings of Python's logger `cushion`, for the handlers of the program's
+        own logging
     :param conf: options as `key:value,key:value`, in the syntax of `PYTORCH_CUDA_ALLOC_CONF`
     :param wait_ms: how long one request may wait for memory that can still come; 0 for nobody. `cushion.budget()` sets
         it for a block
@@ -56,13 +71,15 @@ def install(
     """
     conf = _with_options(conf, wait_ms, skip_rungs)
     receipts = None if receipts is None else os.fspath(receipts)
-    settings = _cushion.gather_settings(dict(os.environ), policy, conf, enable_logging, receipts, inject)
     with _lock:
         if _plugin is None:
+            settings = _cushion.gather_settings(dict(os.environ), policy, conf, enable_logging, receipts, inject)
             _take_over(settings)
+            _log.enable(settings.log)
         else:
-            _cushion.start(settings)
-        _log.enable(settings.log)
+            settings = _cushion.change_settings(policy, conf, receipts, inject)
+            if enable_logging is not None:
+                _log.enable(enable_logging)
     options = settings.conf or "no other options"
     _log.logger.info("cushion %s installed: policy %s, %s", _cushion.__version__, settings.policy, options)
 
@@ -126,8 +143,9 @@ def _take_over(settings: _cushion.Settings) -> None:
     _plugin = plugin
     _patches.apply(torch)
     _streams.apply(torch)
-    _limits.apply(torch)
     _receipts.apply()
+    # Warnings last: a program may have made errors of them.
+    _limits.apply(torch)
     if raised != "torch.OutOfMemoryError":
         warnings.warn(f"PyTorch {torch.__version__} gets a {raised} when memory runs out", stacklevel=3)
 
@@ -147,12 +165,7 @@ def _usable_torch() -> Any:
             "install a CUDA build of it"
         )
     if torch.cuda.is_initialized():
-        raise InstallError(
-            "CUDA is in use already, and PyTorch changes its allocator only before that. Call "
-            "cushion.install() right after `import torch`, before the first tensor or query of the GPU, or "
-            "start the program as `cushion run PROGRAM`."
-        )
-    _limits.check(torch, InstallError)
+        raise InstallError(CUDA_IN_USE + (RAY if "ray" in sys.modules else ""))
     return torch
 
 

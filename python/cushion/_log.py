@@ -1,10 +1,18 @@
-"""Messages, through Python's logger `cushion`: none unless they are asked for."""
+"""Messages, through Python's logger `cushion`.
+
+Every shortage is a warning of that logger, for whatever handlers the program's own logging has, as other libraries'
+are; where it has none, nothing is said. `enable_logging` adds standard error, and lets other messages through too.
+
+Who listens can change at any time, and Python tells nobody. So it is looked up at each shortage, which takes Python's
+lock on the thread that was short of memory. That thread holds no lock of Cushion's then, and gives up where Python's
+lock does not change hands for a second (`attach_within` of the Rust half)."""
 
 from __future__ import annotations
 
 import logging
 import sys
 import threading
+from collections.abc import Iterator
 
 from . import _cushion
 from ._receipts import from_json
@@ -14,32 +22,60 @@ logger.addHandler(logging.NullHandler())
 
 _lock = threading.Lock()
 _handler: logging.Handler | None = None
-# How the logger was before messages were asked for.
-_before = (logging.NOTSET, True)
+# The logger's level before messages were asked for.
+_level_before = logging.NOTSET
+
+
+class _ToStandardError(logging.StreamHandler):  # type: ignore[type-arg]
+    """To what standard error is at that moment, unless another handler shows it there."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        others = (handler for handler in _handlers() if handler is not self and handler.level <= record.levelno)
+        if sys.stderr is not None and not any(map(_is_on_standard_error, others)):
+            self.stream = sys.stderr
+            super().emit(record)
+
+
+def _handlers() -> Iterator[logging.Handler]:
+    """Those that get the logger's messages."""
+    current: logging.Logger | None = logger
+    while current is not None:
+        yield from current.handlers
+        current = current.parent if current.propagate else None
+
+
+def _is_on_standard_error(handler: logging.Handler) -> bool:
+    # A program may have put something of its own in standard error's place since the handler was made.
+    stream = getattr(handler, "stream", None)
+    return stream is not None and (stream is sys.stderr or stream is sys.__stderr__)
 
 
 def enable(wanted: bool) -> None:
     """Messages go to standard error from now on, or no longer."""
-    global _handler, _before
+    global _handler, _level_before
     with _lock:
         if wanted and _handler is None:
-            _handler = logging.StreamHandler(sys.stderr)
+            _handler = _ToStandardError()
             _handler.setFormatter(logging.Formatter("cushion: %(message)s"))
             logger.addHandler(_handler)
-            _before = (logger.level, logger.propagate)
+            _level_before = logger.level
             logger.setLevel(logging.INFO)
-            logger.propagate = False
         elif not wanted and _handler is not None:
             logger.removeHandler(_handler)
-            logger.setLevel(_before[0])
-            logger.propagate = _before[1]
+            logger.setLevel(_level_before)
             _handler = None
-        # Only where it is wanted: to tell of a shortage takes Python's lock, on whatever thread it happens.
-        _cushion.observe_receipts(_say if wanted else None)
+
+
+def _is_heard() -> bool:
+    """Whether a warning now would reach anybody."""
+    wanted = (it for it in _handlers() if it.level <= logging.WARNING and not isinstance(it, logging.NullHandler))
+    return logger.isEnabledFor(logging.WARNING) and any(True for _ in wanted)
 
 
 def _say(text: str) -> None:
     """One warning for each shortage, whatever number of tries it took."""
+    if not _is_heard():
+        return
     receipt = from_json(text)
     said = str(receipt)
     for answer in receipt.answers:
@@ -48,3 +84,6 @@ def _say(text: str) -> None:
         if answer.switched_off:
             said += f"; {answer.callback} took {answer.seconds:.1f} s, and is not called again"
     logger.warning("%s", said)
+
+
+_cushion.observe_receipts(_say)

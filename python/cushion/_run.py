@@ -1,7 +1,8 @@
 """`cushion run`: starts a program whose PyTorch uses Cushion, without a change to the program.
 
 The program, and every Python process that it starts, finds `_site/sitecustomize.py` first on its path; that
-waits for the program to import torch, and installs Cushion then."""
+waits for the program to import torch, and installs Cushion then. Where it cannot, the program is told and goes on with
+PyTorch's own allocator, unless Cushion is required."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="cushion run",
         description="Run a program with Cushion as the allocator of its PyTorch, with no change to it.",
-        usage="cushion run [--policy POLICY] [--conf CONF] [--log] [--receipts FILE] [--inject RULES] "
+        usage="cushion run [--policy POLICY] [--conf CONF] [--log] [--receipts FILE] [--inject RULES] [--require] "
         "PROGRAM [ARGUMENT ...]",
         epilog="PROGRAM is a Python file, -m and a module, or a command such as torchrun; processes that it "
         "starts use Cushion too.",
@@ -32,6 +33,11 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--receipts", metavar="FILE", help="write every shortage there, as a line of JSON")
     parser.add_argument(
         "--inject", metavar="RULES", help="make allocations fail, to test the program: nth=5, every=1000"
+    )
+    parser.add_argument(
+        "--require",
+        action="store_true",
+        help="end every process whose torch cannot use Cushion; without this it says so and goes on",
     )
     parser.add_argument("-m", dest="module", action="store_true", help="PROGRAM is a module")
     parser.add_argument("program", metavar="PROGRAM", nargs=argparse.REMAINDER)
@@ -51,10 +57,10 @@ def main(arguments: list[str]) -> int:
         # The program may change its folder.
         ("CUSHION_RECEIPTS", asked.receipts and os.path.abspath(asked.receipts)),
         ("CUSHION_INJECT", asked.inject),
+        ("CUSHION_REQUIRED", asked.require and "1"),
     ):
         if value:
             environment[name] = value
-    environment["CUSHION_FOUND_IN"] = str(Path(__file__).parent.parent)
     path = [SITE, *filter(None, [os.environ.get("PYTHONPATH")])]
     environment["PYTHONPATH"] = os.pathsep.join(path)
     _start(_command(asked.module, asked.program, parser), environment)

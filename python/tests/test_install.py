@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import tempfile
 import textwrap
 import unittest
@@ -130,13 +131,20 @@ class Refusals(Fake):
         self.torch(initialised=True)
         self.assert_refused("CUDA is in use already", "cushion.install()", "cushion run")
 
+    def test_cuda_in_use_under_ray(self) -> None:
+        """Ray Train has set the GPU of a worker when its training function begins."""
+        self.torch(initialised=True)
+        hook = 'ray.init(runtime_env={"worker_process_setup_hook": "cushion.install"})'
+        self.assertNotIn("Ray", self.install()[0])
+        (self.folder / "ray.py").touch()
+        result, installed = self.run_python("import ray\n" + textwrap.dedent(REPORT.format(arguments="")))
+        self.assertIn("CUDA is in use already", result)
+        self.assertIn(hook, result)
+        self.assertEqual(installed, "False")
+
     def test_another_allocator_was_first(self) -> None:
         self.torch(refuses=True)
         self.assert_refused("Can't swap an already initialized allocator", "Another allocator")
-
-    def test_benchmark_is_on(self) -> None:
-        self.torch(benchmark=True)
-        self.assert_refused("torch.backends.cudnn.benchmark", "Cushion", "Set it to False")
 
     def test_is_an_error_of_its_own_that_is_a_runtime_error(self) -> None:
         import cushion
@@ -149,7 +157,7 @@ class Refusals(Fake):
         self.assertEqual(installed, "False")
 
     def test_after_a_refusal_it_can_be_tried_again(self) -> None:
-        self.torch(benchmark=True)
+        self.torch(initialised=True)
         lines = self.run_python(
             """
             import cushion, torch
@@ -157,8 +165,7 @@ class Refusals(Fake):
                 cushion.install()
             except cushion.InstallError:
                 print("refused")
-            type(torch.backends.cudnn).benchmark = type(torch.backends.cudnn).__dict__["benchmark"]
-            type(type(torch.backends.cudnn).__dict__["benchmark"]).__get__ = lambda *_: False
+            torch.cuda.is_initialized = lambda: False
             cushion.install()
             print(cushion.is_installed())
             """
@@ -199,6 +206,23 @@ class Taking(Fake):
         self.assertEqual(lines[0].split()[0], "0")
         self.assertIn("expandable_segments:True", lines[0])
         self.assertIn("max_split_size_mb:64", lines[0])
+
+    def test_warnings_that_are_errors_leave_it_whole(self) -> None:
+        self.torch(benchmark=True)
+        lines = self.run_python(
+            """
+            import cushion, torch, warnings
+            from cushion import _cushion
+            warnings.simplefilter("error")
+            try:
+                cushion.install(policy="segments")
+            except UserWarning as warning:
+                print("benchmark stays False" in str(warning))
+            print(cushion.is_installed(), _cushion.conf(), torch._C._cuda_memoryStats is _cushion.memory_stats)
+            cushion.install()
+            """
+        )
+        self.assertEqual(lines, ["True", "True paged:False True"])
 
     def test_from_many_threads_at_once(self) -> None:
         self.torch()
@@ -258,9 +282,24 @@ class Logging(Fake):
         self.assertEqual(err.count("\ncushion: cushion 0."), 2, err)
         self.assertEqual(err.count("installed: policy paged"), 2, err)
 
-    def test_a_second_install_turns_it_off(self) -> None:
+    def test_a_second_install_leaves_it_on(self) -> None:
         _, err = self.run_both(False, True)
-        self.assertEqual(err.count("installed: policy paged"), 1, err)
+        self.assertEqual(err.count("installed: policy paged"), 2, err)
+
+    def test_a_second_install_turns_it_on_and_off(self) -> None:
+        self.torch()
+        code = """
+            import cushion, logging, sys
+            logger = logging.getLogger("cushion")
+            logger.setLevel(logging.ERROR)
+            cushion.install()
+            for wanted in (True, None, False, None):
+                cushion.install(enable_logging=wanted)
+                print(logger.getEffectiveLevel(), logger.propagate, len(logger.handlers))
+            """
+        lines = self.run_python(code)
+        on, off = f"{logging.INFO} True 2", f"{logging.ERROR} True 1"
+        self.assertEqual(lines, [on, on, off, off])
 
     def test_to_the_program_s_own_log(self) -> None:
         out, err = self.run_both(True, None)

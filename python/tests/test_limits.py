@@ -1,16 +1,18 @@
-"""What cannot work with Cushion says so: it names Cushion and a way out, and leaves a program that works."""
+"""What cannot work with Cushion says so. Where the program can do without, one warning says what that means and the
+program goes on; elsewhere an error names Cushion and a way out, and leaves a program that works."""
 
 from __future__ import annotations
 
 import contextlib
 import unittest
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
-from support import MIB, TorchCase, process
+from support import MIB, TorchCase
 
 
-class Limits(TorchCase):
+class Case(TorchCase):
     @contextlib.contextmanager
     def refused(self, *words: str) -> Iterator[None]:
         with self.assertRaises(RuntimeError) as raised:
@@ -20,9 +22,28 @@ class Limits(TorchCase):
             self.assertIn(word, text)
         self.assertNotIn("CUDAPluggableAllocator", text)
 
+    @contextlib.contextmanager
+    def warned(self, *words: str, times: int = 1) -> Iterator[None]:
+        """One warning of Cushion's, which shows this file's line and not PyTorch's or Cushion's."""
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            yield
+        # PyTorch has some of its own.
+        ours = [warning for warning in caught if "Cushion" in str(warning.message)]
+        self.assertEqual(len(ours), times, ours)
+        for warning in ours:
+            for word in ("with Cushion", "without Cushion", *words):
+                self.assertIn(word, str(warning.message))
+            self.assertEqual(warning.filename, __file__)
+
+    def silent(self) -> contextlib.AbstractContextManager[None]:
+        return self.warned(times=0)
+
     def works(self, torch: Any) -> None:
         self.assertEqual(torch.empty(MIB, dtype=torch.uint8, device="cuda").numel(), MIB)
 
+
+class Limits(Case):
     def test_mem_pool(self) -> None:
         torch = self.install()
         if not hasattr(torch.cuda, "MemPool"):
@@ -35,18 +56,24 @@ class Limits(TorchCase):
 
     def test_cudnn_benchmark_after(self) -> None:
         torch = self.install()
-        with self.refused("torch.backends.cudnn.benchmark", "False"):
+        with self.warned("torch.backends.cudnn.benchmark stays False", "slower"):
             torch.backends.cudnn.benchmark = True
-        self.assertFalse(torch.backends.cudnn.benchmark)
-        torch.backends.cudnn.benchmark = False
+        self.assertIs(torch.backends.cudnn.benchmark, False)
+        with self.silent():
+            torch.backends.cudnn.benchmark = True
+            torch.backends.cudnn.benchmark = False
+        self.assertIs(torch.backends.cudnn.benchmark, False)
+        with self.assertRaisesRegex(RuntimeError, "expects a bool"):
+            torch.backends.cudnn.benchmark = "yes"
         self.works(torch)
 
     def test_cudnn_benchmark_in_flags(self) -> None:
         torch = self.install()
-        with self.refused("torch.backends.cudnn.benchmark"):
-            with torch.backends.cudnn.flags(enabled=True, benchmark=True):
-                pass
-        with torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True):
+        with self.warned("torch.backends.cudnn.benchmark stays False"):
+            with torch.backends.cudnn.flags(enabled=True, benchmark=True, deterministic=True):
+                self.assertEqual((torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic), (False, True))
+        self.assertEqual((torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic), (False, False))
+        with self.silent(), torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True):
             self.assertTrue(torch.backends.cudnn.deterministic)
         self.works(torch)
 
@@ -56,12 +83,12 @@ class Limits(TorchCase):
         import cushion
 
         torch.backends.cudnn.benchmark = True
-        with self.assertRaises(cushion.InstallError) as raised:
-            cushion.install()
-        self.assertIn("torch.backends.cudnn.benchmark", str(raised.exception))
-        self.assertFalse(cushion.is_installed())
-        torch.backends.cudnn.benchmark = False
-        cushion.install()
+        with self.warned("torch.backends.cudnn.benchmark stays False"):
+            cushion.install(policy=self.policy)
+        self.assertTrue(cushion.is_installed())
+        self.assertIs(torch.backends.cudnn.benchmark, False)
+        with self.silent():
+            torch.backends.cudnn.benchmark = True
         self.works(torch)
 
     def test_other_settings_of_cudnn(self) -> None:
@@ -90,11 +117,11 @@ class Limits(TorchCase):
     def test_graph_trees(self) -> None:
         torch = self.install()
         for name in ("_cuda_checkPoolLiveAllocations", "_cuda_getCheckpointState", "_cuda_setCheckpointPoolState"):
-            with self.subTest(name), self.refused("torch.compile", "reduce-overhead", 'mode="default"'):
+            with self.subTest(name), self.refused("torch.compile", 'backend="inductor"'):
                 getattr(torch._C, name)(0, (0, 1), set())
         self.works(torch)
 
-    def test_compile_with_graphs(self) -> None:
+    def test_graph_trees_by_themselves(self) -> None:
         torch = self.install()
         try:
             from torch._inductor import cudagraph_trees
@@ -102,6 +129,76 @@ class Limits(TorchCase):
             self.skipTest(str(error))
         with self.refused("torch.compile"):
             cudagraph_trees.check_memory_pool(0, (0, 1), [])
+        self.works(torch)
+
+
+class Compiling(Case):
+    """Whether a compiled function gets CUDA graphs is decided before anything of it runs. Here the last step of the
+    compiler, which needs a GPU, only notes what was decided, and the graph is run as it is."""
+
+    policy = "paged"
+
+    def compile(self, torch: Any, **asked: Any) -> list[Any]:
+        """What was decided for the forward and the backward pass."""
+        from unittest import mock
+
+        if not torch._dynamo.is_dynamo_supported():
+            self.skipTest(f"torch {torch.__version__} compiles nothing here")
+        from torch._inductor import compile_fx, config
+
+        decided = []
+
+        def inner(graph: Any, inputs: Any, **given: Any) -> Any:
+            decided.append((bool(given["cudagraphs"]), config.triton.cudagraphs))
+            return graph
+
+        whole = compile_fx.compile_fx
+
+        def outer(model: Any, inputs: Any, **given: Any) -> Any:
+            # It calls itself with what it was given.
+            return whole(model, inputs, **{"inner_compile": inner, **given})
+
+        torch._dynamo.reset()
+        compiled = torch.compile(lambda x: (x * x).sum(), **asked)
+        with mock.patch.object(compile_fx, "compile_fx", outer):
+            x = torch.ones(4, requires_grad=True)
+            compiled(x).backward()
+        self.assertEqual(x.grad.tolist(), [2.0] * 4)
+        return decided
+
+    def test_modes(self) -> None:
+        torch = self.install()
+        for first, asked in enumerate(
+            (
+                {"mode": "reduce-overhead"},
+                {"mode": "max-autotune"},
+                {"options": {"triton.cudagraphs": True}},
+                {"backend": "inductor", "mode": "reduce-overhead"},
+            )
+        ):
+            with self.subTest(**asked):
+                said = self.silent() if first else self.warned("torch.compile", 'mode="default"', "slower")
+                with said:
+                    torch.compile(torch.nn.Identity(), **asked)
+                self.assertEqual(self.compile(torch, **asked), [(False, False)] * 2)
+
+    def test_the_setting_of_the_whole_process(self) -> None:
+        torch = self.install()
+        from torch._inductor import config
+
+        with self.silent():
+            torch.compile(torch.nn.Identity())
+        with config.patch({"triton.cudagraphs": True}), self.warned("torch.compile"):
+            self.assertEqual(self.compile(torch), [(False, False)] * 2)
+
+    def test_what_asks_for_none_is_left_alone(self) -> None:
+        torch = self.install()
+        for asked in ({}, {"mode": "default"}, {"mode": "max-autotune-no-cudagraphs"}):
+            with self.subTest(**asked):
+                with self.silent():
+                    compiled = torch._TorchCompileInductorWrapper(asked.get("mode"), None, None)
+                self.assertNotIn("triton.cudagraphs", compiled.config)
+                self.assertEqual(self.compile(torch, **asked), [(False, False)] * 2)
 
 
 class LimitsExpandable(Limits):

@@ -1,8 +1,10 @@
-"""`cushion run`: which program is started, with what, and that its torch gets Cushion once."""
+"""`cushion run`: which program is started, with what, that its torch gets Cushion once, and what happens where it
+cannot."""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -16,7 +18,7 @@ import support
 FAKE_TORCH = "import cushion\ncushion.install = lambda *_: print('install')\nprint('torch')\n"
 
 
-class Run(unittest.TestCase):
+class Case(unittest.TestCase):
     def setUp(self) -> None:
         folder = tempfile.TemporaryDirectory()
         self.addCleanup(folder.cleanup)
@@ -38,6 +40,8 @@ class Run(unittest.TestCase):
         done = self.cushion_run(*arguments, **changes)
         self.assertEqual((done.stdout.splitlines(), done.returncode), (lines, 0), done.stderr)
 
+
+class Run(Case):
     # ---- which program ----
 
     def test_arguments_reach_a_file_unread(self) -> None:
@@ -80,7 +84,7 @@ class Run(unittest.TestCase):
     def test_help(self) -> None:
         done = self.cushion_run("--help")
         self.assertEqual((done.returncode, done.stderr), (0, ""))
-        for word in ("--policy", "--conf", "--log", "-m", "PROGRAM", "torchrun"):
+        for word in ("--policy", "--conf", "--log", "--require", "-m", "PROGRAM", "torchrun"):
             self.assertIn(word, done.stdout)
 
     def test_a_bad_policy(self) -> None:
@@ -211,6 +215,177 @@ class Run(unittest.TestCase):
         self.write("lib/thing.py", "print('thing')")
         path = f"{self.folder}/lib:{support.environment()['PYTHONPATH']}"
         self.assert_prints(["thing"], str(self.write("p.py", "import thing")), PYTHONPATH=path)
+
+
+# What `cushion.install()` looks at before anything else.
+TORCHES = {
+    "without CUDA": {"version": "2.11.0+cpu", "cuda": None},
+    "too old": {"version": "2.2.2+cu121", "cuda": "12.1"},
+    "ROCm": {"version": "2.11.0+rocm6", "hip": "6.0"},
+    "in use already": {"version": "2.11.0+cu130", "cuda": "13.0", "initialised": True},
+}
+
+
+def torch_that_refuses(version: str, cuda: str | None = None, hip: str | None = None, initialised: bool = False) -> str:
+    """As PyTorch, it cannot be imported again in a process after an import that failed."""
+    return f"""
+        import sys, types
+        if hasattr(sys, "torch_was_here"):
+            raise RuntimeError("a second torch")
+        sys.torch_was_here = True
+        __version__ = {version!r}
+        version = types.SimpleNamespace(cuda={cuda!r}, hip={hip!r})
+        cuda = types.SimpleNamespace(is_initialized=lambda: {initialised!r})
+        """
+
+
+class WhereItCannot(Case):
+    """Programs whose torch cannot use Cushion run with PyTorch's own allocator, and are told so once."""
+
+    PROGRAM = """
+        import torch
+        print("first", torch.__version__)
+        import torch
+        import cushion
+        print("second", cushion.is_installed())
+        """
+
+    def path(self) -> str:
+        return f"{self.folder}/lib:{support.environment()['PYTHONPATH']}"
+
+    def run_with(self, torch: str, *arguments: str, **changes: str | None) -> subprocess.CompletedProcess[str]:
+        self.write("lib/torch/__init__.py", torch)
+        program = str(self.write("p.py", self.PROGRAM))
+        return self.cushion_run(*arguments, program, **{"PYTHONPATH": self.path(), **changes})
+
+    def test_the_program_goes_on(self) -> None:
+        for why, torch in TORCHES.items():
+            with self.subTest(why):
+                done = self.run_with(torch_that_refuses(**torch))
+                self.assertEqual(done.returncode, 0, done.stderr)
+                self.assertEqual(done.stdout.splitlines(), [f"first {torch['version']}", "second False"])
+                (line,) = done.stderr.splitlines()
+                self.assertRegex(
+                    line, rf"^cushion: process \d+ \({re.escape(sys.executable)}\) runs with PyTorch's own"
+                )
+                self.assertIn(why, line)
+
+    def test_a_bad_setting(self) -> None:
+        """The program has changed it since `cushion run` looked."""
+        self.write("lib/torch/__init__.py", torch_that_refuses(**TORCHES["without CUDA"]))
+        program = self.write("p.py", "import os\nos.environ['CUSHION_POLICY'] = 'best'\nimport torch\nprint('on')")
+        done = self.cushion_run(str(program), PYTHONPATH=self.path())
+        self.assertEqual((done.stdout, done.returncode), ("on\n", 0), done.stderr)
+        self.assertIn("runs with PyTorch's own allocator: ValueError: CUSHION_POLICY cannot be `best`", done.stderr)
+
+    def test_a_package_that_does_not_load(self) -> None:
+        self.write("lib/torch/__init__.py", "")
+        self.write("lib/cushion/__init__.py", "raise ImportError('built for another machine')")
+        child = self.write("child.py", "import torch\nprint('on')")
+        program = self.write("p.py", self.START.format(path=f"{self.folder}/lib", program=str(child)))
+        done = self.cushion_run(str(program))
+        self.assertEqual((done.stdout, done.returncode), ("on\n", 0), done.stderr)
+        self.assertIn("own allocator: ImportError: built for another machine", done.stderr)
+
+    def test_without_standard_error(self) -> None:
+        self.write("lib/torch/__init__.py", torch_that_refuses(**TORCHES["ROCm"]))
+        program = self.write("p.py", "import sys\nsys.stderr = None\nimport torch\nprint('on')")
+        done = self.cushion_run(str(program), PYTHONPATH=self.path())
+        self.assertEqual((done.stdout, done.returncode), ("on\n", 0))
+
+    def test_warnings_that_are_errors(self) -> None:
+        """Cushion is installed then, and only its warning is told otherwise."""
+        self.write(
+            "lib/torch/__init__.py",
+            "import cushion\ndef no():\n    raise UserWarning('it is slow')\ncushion.install = no\n",
+        )
+        done = self.cushion_run(str(self.write("p.py", "import torch\nprint('on')")), PYTHONPATH=self.path())
+        self.assertEqual((done.stdout, done.stderr), ("on\n", "cushion: it is slow\n"))
+
+    def test_required(self) -> None:
+        torch = torch_that_refuses(**TORCHES["without CUDA"])
+        for arguments, changes in ((["--require"], {}), ([], {"CUSHION_REQUIRED": "1"})):
+            with self.subTest(arguments=arguments, changes=changes):
+                done = self.run_with(torch, *arguments, **changes)
+                self.assertEqual((done.returncode, done.stdout), (1, ""))
+                (line,) = done.stderr.splitlines()
+                self.assertRegex(line, r"^cushion: process \d+ .* ends, because Cushion is required: .* without CUDA")
+        done = self.run_with(torch, CUSHION_REQUIRED="0")
+        self.assertEqual(done.returncode, 0, done.stderr)
+
+    def test_required_reaches_processes_that_it_starts(self) -> None:
+        self.write("lib/torch/__init__.py", torch_that_refuses(**TORCHES["too old"]))
+        program = self.write(
+            "p.py",
+            "import subprocess, sys\nprint(subprocess.run([sys.executable, '-c', 'import torch']).returncode)",
+        )
+        done = self.cushion_run("--require", str(program), PYTHONPATH=self.path())
+        self.assertEqual((done.stdout, done.returncode), ("1\n", 0), done.stderr)
+
+    # ---- other environments ----
+
+    # A child whose path holds what `cushion run` put there, and this.
+    START = """
+        import os, subprocess, sys
+        ours = os.environ["PYTHONPATH"].split(os.pathsep)[0]
+        env = {{**os.environ, "PYTHONPATH": os.pathsep.join([ours, {path!r}])}}
+        sys.exit(subprocess.run([sys.executable, {program!r}], env=env).returncode)
+        """
+
+    def test_an_environment_without_cushion_gets_cushion_alone(self) -> None:
+        import importlib.util
+
+        # Where `cushion run` finds the package, with another beside it.
+        found = importlib.util.find_spec("cushion")
+        assert found is not None and found.submodule_search_locations is not None
+        beside = self.folder / "packages"
+        beside.mkdir()
+        (beside / "cushion").symlink_to(found.submodule_search_locations[0])
+        (beside / "gcAllocator").symlink_to(Path(found.submodule_search_locations[0]).parent / "gcAllocator")
+        self.write("packages/neighbour.py", "")
+        self.write("lib/torch/__init__.py", FAKE_TORCH)
+        child = self.write(
+            "child.py",
+            """
+            import importlib.util, sys
+            before = sys.path[:]
+            import torch
+            import cushion._cushion, gcAllocator
+            print(cushion.__file__.startswith(sys.argv[0].replace("child.py", "packages")))
+            print(importlib.util.find_spec("neighbour"), sys.path == before)
+            """,
+        )
+        program = self.write("p.py", self.START.format(path=f"{self.folder}/lib", program=str(child)))
+        path = f"{beside}:{support.environment()['PYTHONPATH']}"
+        self.assert_prints(["torch", "install", "True", "None True"], str(program), PYTHONPATH=path)
+
+    def test_an_environment_with_a_cushion_of_its_own_uses_that(self) -> None:
+        self.write("lib/torch/__init__.py", "print('torch')")
+        self.write("lib/cushion/__init__.py", "def install():\n    print('its own')\n")
+        child = self.write("child.py", "import torch")
+        program = self.write("p.py", self.START.format(path=f"{self.folder}/lib", program=str(child)))
+        self.assert_prints(["torch", "its own"], str(program))
+
+
+@support.needs_torch
+class WithTorch(unittest.TestCase):
+    """The real thing."""
+
+    def test_a_program_that_goes_on_without_cushion(self) -> None:
+        code = """
+            import torch
+            print(torch.cuda.get_allocator_backend())
+            import torch
+            print(torch.empty(16, device="cuda").numel(), torch.cuda.get_allocator_backend())
+            """
+        for changes, backend in (({}, "pluggable"), ({"CUSHION_SIMULATE": "1GiB"}, "native")):
+            with tempfile.TemporaryDirectory() as folder:
+                program = Path(folder, "p.py")
+                program.write_text(textwrap.dedent(code))
+                done = support.python("-m", "cushion", "run", str(program), changes=changes)
+            self.assertEqual(done.returncode, 0, done.stderr)
+            self.assertEqual(done.stdout.splitlines(), [backend, f"16 {backend}"])
+            self.assertEqual("own allocator: PyTorch cannot use simulated memory" in done.stderr, bool(changes))
 
 
 if __name__ == "__main__":

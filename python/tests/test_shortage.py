@@ -66,9 +66,6 @@ class Receipts(Simulated):
         self.assertNotIn("names the lines", str(error))
 
     def test_the_log_has_one_warning_for_each_shortage(self) -> None:
-        from cushion import _log
-
-        _log.enable(True)
         self.cushion.on_shortage(lambda *_: 1 // 0)
         self.fill()
         with self.assertLogs("cushion", "WARNING") as logs:
@@ -76,9 +73,6 @@ class Receipts(Simulated):
         (line,) = logs.output
         self.assertIn("100.00 MiB for thread 1", line)
         self.assertIn("ZeroDivisionError", line)
-        _log.enable(False)
-        with self.assertNoLogs("cushion", "WARNING"):
-            self.refused()
 
     def test_figures(self) -> None:
         held = [self.fill()]

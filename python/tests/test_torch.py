@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 import tempfile
 import textwrap
 import threading
@@ -78,7 +79,7 @@ class Installing(TorchCase):
         raised = _cushion.start(_cushion.gather_settings({}))
         self.assertEqual(raised, "torch.OutOfMemoryError")
 
-    def test_a_second_install_replaces_the_settings(self) -> None:
+    def test_a_second_install_changes_what_it_names(self) -> None:
         import torch
 
         import cushion
@@ -86,12 +87,14 @@ class Installing(TorchCase):
 
         cushion.install(policy="segments", conf="per_process_memory_fraction:0.5,max_split_size_mb:64")
         kept = torch.empty(MIB, dtype=torch.uint8, device="cuda")
-        self.assertEqual(_cushion.memory_fraction(0), 0.5)
-        self.assertIn("paged:False", _cushion.conf())
         cushion.install()
-        self.assertEqual(_cushion.conf(), "")
+        self.assertEqual(_cushion.memory_fraction(0), 0.5)
+        self.assertEqual(torch.cuda.memory_stats()["max_split_size"], 64 * MIB)
+        cushion.install(policy="paged", conf="per_process_memory_fraction:1.0")
+        self.assertEqual(_cushion.conf(), "max_split_size_mb:64")
         self.assertEqual(_cushion.memory_fraction(0), 1.0)
-        self.assertEqual(torch.cuda.memory_stats()["max_split_size"], -1)
+        self.assertEqual(torch.cuda.memory_stats()["max_split_size"], 64 * MIB)
+        # What is in use stays as it is laid out, and new memory is the new policy's.
         large = torch.empty(64 * MIB, dtype=torch.uint8, device="cuda")
         kinds = [segment["is_expandable"] for segment in torch.cuda.memory_snapshot()]
         self.assertEqual(sorted(kinds), [False, True])
@@ -337,38 +340,77 @@ class PythonsLock(TorchCase):
         free(got[0], 600 * MIB, 0, None)
         self.while_blocked(self.BACK[self.policy], reset)
 
+    def held_by_another(self, alloc: Any, free: Any, turns: int, enough: bool = False) -> int:
+        """How often three threads found a mutex taken, that each of them takes only with Python's lock and gives back
+        before it lets go of that; `enough` stops at the first time.
+
+        Each turn is one call for Python, so that it switches threads nowhere inside, and what gives its lock up there
+        is alone to blame. Nothing waits for the mutex: with Python's lock held that would be for ever."""
+        import ctypes
+        import functools
+        import gc
+
+        reset = self.functions()[2]
+        process = ctypes.PyDLL(None)
+        mutex = ctypes.create_string_buffer(64)
+        lock = functools.partial(process.pthread_mutex_trylock, mutex)
+        unlock = functools.partial(process.pthread_mutex_unlock, mutex)
+        call = functools.partial.__call__
+        taken: list[int] = []
+
+        def work(seed: int) -> None:
+            dice = random.Random(seed)
+            address, size = None, 1
+            for number in range(turns):
+                wanted = dice.randrange(1, 8 * MIB)
+                give_back = functools.partial(free, address, size, 0, None)
+                turn = [lock, functools.partial(alloc, wanted, 0, None), give_back, unlock]
+                failed, address, *_ = list(map(call, turn))
+                size = wanted
+                if failed:
+                    taken.append(failed)
+                if enough and taken:
+                    break
+                if number % 50 == 0:
+                    # So that some have to come from the driver.
+                    reset()
+            free(address, size, 0, None)
+
+        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(3)]
+        before = sys.getswitchinterval()
+        # Somebody always wants Python's lock: whoever gives it up does not get it back before another had it.
+        sys.setswitchinterval(1e-6)
+        # What it collects may run Python.
+        gc.disable()
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        finally:
+            gc.enable()
+            sys.setswitchinterval(before)
+        return len(taken)
+
     @process(timeout=60)
     def test_a_caller_with_a_lock_of_its_own(self) -> None:
         """Whoever holds a mutex and Python's lock keeps both while nothing has to be waited for: another thread
         that took Python's lock meanwhile, and waited for the mutex, would wait for ever."""
         import ctypes
 
+        from cushion import _cushion
+
         torch = self.install()
         torch.empty(1, device="cuda")
-        alloc, free, reset = self.functions()
-        mutex = ctypes.create_string_buffer(64)
-        process = ctypes.PyDLL(None)
-        lock, unlock = process.pthread_mutex_lock, process.pthread_mutex_unlock
-
-        def work(seed: int) -> None:
-            dice = random.Random(seed)
-            for turn in range(300):
-                size = dice.randrange(1, 8 * MIB)
-                lock(mutex)
-                address = alloc(size, 0, None)
-                if turn % 2:
-                    free(address, size, 0, None)
-                unlock(mutex)
-                if not turn % 2:
-                    free(address, size, 0, None)
-                if turn % 50 == 0:
-                    reset()
-
-        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        alloc, free, _ = self.functions()
+        self.assertEqual(self.held_by_another(alloc, free, 3000), 0)
+        self.assertEqual(torch.cuda.memory_allocated(), 0)
+        # The same functions called so that Python's lock is given up for each: that is seen.
+        for function in (alloc, free):
+            gives_up = getattr(ctypes.CDLL(_cushion.__file__), function.__name__)
+            gives_up.restype, gives_up.argtypes = function.restype, function.argtypes
+            of_each = (gives_up, free) if function is alloc else (alloc, gives_up)
+            self.assertGreater(self.held_by_another(*of_each, 10**6, enough=True), 0)
         self.assertEqual(torch.cuda.memory_allocated(), 0)
 
     @process(timeout=30)

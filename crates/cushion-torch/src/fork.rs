@@ -3,7 +3,7 @@
 
 use std::any::Any;
 
-use crate::{callbacks, futures, gil, receipts, recorder, refusal, stacks};
+use crate::{callbacks, futures, gil, receipts, recorder, refusal, settings, stacks};
 
 /// Holds them in every fork from now on. Called as Python imports the module: no fork can come in between.
 pub(crate) fn begin() {
@@ -17,6 +17,8 @@ pub(crate) fn begin() {
 }
 
 fn take() -> Box<dyn Any> {
+    // First: whoever changes settings waits for engines that are being made, which wait for the callbacks.
+    let settings = settings::hold();
     let of_shortages = (callbacks::hold(), receipts::hold(), refusal::hold(), futures::hold());
-    Box::new((of_shortages, recorder::hold(), stacks::hold()))
+    Box::new((settings, of_shortages, recorder::hold(), stacks::hold()))
 }

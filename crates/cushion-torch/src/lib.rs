@@ -6,6 +6,7 @@
 //!   that comes with one of them.
 //! - `throw.rs`, `refusal.rs`, `message.rs`: what a refused allocation raises and says.
 //! - `callbacks.rs`, `receipts.rs`, `futures.rs`: what a program has to do with shortages.
+//! - `settings.rs`: what was asked for, and what is changed of it later.
 //! - `gil.rs`, `threads.rs`, `fork.rs`: how all of this lives in a Python process.
 //! - `recorder.rs`, `stacks.rs`, `kept.rs`, `snapshot.rs`: history, with Python stacks.
 //! - `profiler.rs`: reports to `torch.profiler`. `symbols.rs`: finding what others have loaded.
@@ -25,6 +26,7 @@ mod profiler;
 mod receipts;
 mod recorder;
 mod refusal;
+mod settings;
 mod snapshot;
 mod stacks;
 mod symbols;
@@ -70,7 +72,7 @@ mod _cushion {
 
     use super::recorder::{self, Level, Reading};
     use super::throw::Failure;
-    use super::{abi, futures, gil, plugin, profiler, refusal, snapshot, stacks, throw};
+    use super::{abi, futures, gil, plugin, profiler, refusal, settings, snapshot, stacks, throw};
 
     #[pymodule_export]
     #[allow(non_upper_case_globals, reason = "the name that Python packages give it")]
@@ -147,9 +149,25 @@ mod _cushion {
     #[pyfunction]
     fn start(py: Python<'_>, settings: &PySettings) -> PyResult<&'static str> {
         profiler::start();
-        let set = py.detach(|| devices().set(&settings.settings));
+        let set = py.detach(|| settings::start(&settings.settings));
         set.map_err(|error| PyValueError::new_err(error.to_string()))?;
         Ok(throw::out_of_memory_name())
+    }
+
+    /// Changes what is given of the settings in force, and leaves the rest. Returns the settings in force.
+    #[pyfunction]
+    #[pyo3(signature = (policy=None, conf=None, receipts=None, inject=None))]
+    fn change_settings(
+        py: Python<'_>,
+        policy: Option<String>,
+        conf: Option<String>,
+        receipts: Option<String>,
+        inject: Option<String>,
+    ) -> PyResult<PySettings> {
+        let asked = Asked { policy, conf, log: None, receipts, inject };
+        let settings = py.detach(|| settings::change(&asked));
+        let settings = settings.map_err(|error| PyValueError::new_err(error.to_string()))?;
+        Ok(PySettings { settings, torch_variable: None })
     }
 
     /// Devices are simulated from now on, each of `size`, such as `16GiB`.
@@ -181,7 +199,7 @@ mod _cushion {
     /// Applies a conf string to every device; returns the keys that are PyTorch's alone.
     #[pyfunction]
     fn configure(py: Python<'_>, conf: &str) -> PyResult<Vec<String>> {
-        let not_ours = py.detach(|| devices().configure(conf));
+        let not_ours = py.detach(|| settings::configure(conf));
         let not_ours = not_ours.map_err(|error| PyValueError::new_err(error.to_string()))?;
         Ok(not_ours.into_iter().map(|pair| pair.key).collect())
     }
@@ -284,7 +302,7 @@ mod _cushion {
     fn inject(py: Python<'_>, rules: Option<&str>) -> PyResult<Option<String>> {
         let parsed = rules.map(str::parse::<Injection>).transpose();
         let parsed = parsed.map_err(|error| PyValueError::new_err(error.to_string()))?;
-        let before = py.detach(|| devices().inject(parsed));
+        let before = py.detach(|| settings::inject(parsed));
         let before = before.map_err(|error| PyValueError::new_err(error.to_string()))?;
         Ok(before.map(|injection| injection.to_string()))
     }

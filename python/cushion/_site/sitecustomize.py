@@ -1,10 +1,27 @@
 """Found first on the path by programs that `cushion run` starts: installs Cushion once torch is imported, and
-hands over to the `sitecustomize` that it hides."""
+hands over to the `sitecustomize` that it hides.
+
+Any Python may come here, of another environment and without Cushion's packages. Where Cushion cannot be installed, the
+program is told so on standard error and runs with PyTorch's own allocator: `import torch` does not fail for it."""
 
 import importlib
 import importlib.abc
+import importlib.machinery
 import os
 import sys
+
+_HERE = os.path.dirname(os.path.abspath(__file__))
+
+
+class _Packages(importlib.abc.MetaPathFinder):
+    """Finds the packages of Cushion's wheel where this file is, and no others that lie beside them."""
+
+    NAMES = ("cushion", "gcAllocator", "custom_cuda_allocator")
+
+    def find_spec(self, name, path=None, target=None):
+        if name not in self.NAMES:
+            return None
+        return importlib.machinery.PathFinder.find_spec(name, [os.path.dirname(os.path.dirname(_HERE))])
 
 
 class _AfterTorch(importlib.abc.MetaPathFinder):
@@ -24,20 +41,44 @@ class _AfterTorch(importlib.abc.MetaPathFinder):
             # Only now: programs look for torch before they import it, and may try again after a failure.
             if self in sys.meta_path:
                 sys.meta_path.remove(self)
-                # Last, so that it hides nothing: where `cushion run` found the package, if this Python has it nowhere.
-                sys.path.append(os.environ["CUSHION_FOUND_IN"])
-                import cushion
-
-                cushion.install()
+                _install()
 
         spec.loader.exec_module = exec_module
         return spec
 
 
+def _install():
+    try:
+        import cushion
+
+        cushion.install()
+    except Warning as warning:
+        # Of a Python that makes errors of warnings; all is done by then.
+        _say(warning)
+    except Exception as error:
+        _do_without(error)
+
+
+def _say(text):
+    if sys.stderr is not None:
+        sys.stderr.write(f"cushion: {text}\n")
+
+
+def _do_without(error):
+    """An exception that left `import torch` would leave half a torch behind, which cannot be imported again."""
+    kind = type(error).__name__
+    why = str(error) if kind == "InstallError" else f"{kind}: {error}"
+    where = f"process {os.getpid()} ({sys.executable})"
+    required = os.environ.get("CUSHION_REQUIRED", "").strip().lower() not in ("", "0", "false", "no", "off")
+    what = "{} ends, because Cushion is required" if required else "{} runs with PyTorch's own allocator"
+    _say(f"{what.format(where)}: {why}")
+    if required:
+        sys.exit(1)
+
+
 def _run_the_hidden_one():
-    here = os.path.dirname(os.path.abspath(__file__))
     path, ours = sys.path[:], sys.modules.pop(__name__, None)
-    sys.path[:] = [entry for entry in path if os.path.abspath(entry or os.curdir) != here]
+    sys.path[:] = [entry for entry in path if os.path.abspath(entry or os.curdir) != _HERE]
     try:
         importlib.import_module("sitecustomize")
     except ImportError as error:
@@ -49,5 +90,7 @@ def _run_the_hidden_one():
 
 
 sys.meta_path.insert(0, _AfterTorch())
+# Last, so that it hides nothing: for a Python that has them nowhere.
+sys.meta_path.append(_Packages())
 if __name__ == "sitecustomize":
     _run_the_hidden_one()
