@@ -56,7 +56,8 @@ class Ranks:
         #: somebody ran out of memory not long ago: ranks agree on the number of parts before they begin
         self._somebody_remembers = False
         self._epoch = 0
-        store = _store_of(self._group)
+        # The first rank may hold the server of the store, which has to outlive the groups.
+        self._served = store = _store_of(self._group)
         self._store = _connect(store, self._group.group_name)
         self._watch = _Watch(_connect(store, self._group.group_name), self._rank, self.board)
         self._watch.start()
@@ -80,9 +81,11 @@ class Ranks:
         try:
             torch.distributed.all_reduce(said, op=torch.distributed.ReduceOp.MAX, group=self._group)
         except RuntimeError as error:
+            failed = self._watch.failed_rank
+            first = "" if failed is None else f"Rank {self._members[failed]} failed first. "
             raise RankError(
-                f"cushion.retry: the {len(self)} ranks could not agree: {error}. A rank has ended, or has not come "
-                f"within {self._seconds:.0f} s"
+                f"cushion.retry: the {len(self)} ranks could not agree. {first}A rank has ended, or has not left the "
+                f"step within {self._seconds:.0f} s, because it waits in a collective that cannot be joined: {error}"
             ) from error
         return [int(number) for number in said]
 
@@ -102,7 +105,7 @@ class Ranks:
         """
         if ended != DONE and not self.board.is_frozen:
             self._store.set(f"why/{self._epoch}/{self._rank}", why)
-            self._store.set(f"alarm/{self._epoch}", str(self.board.turn))
+            self._store.set(f"alarm/{self._epoch}", f"{self.board.turn} {self._rank}")
         if ended != DONE:
             # Nobody is left waiting for this rank.
             self._join_the_others()
@@ -118,12 +121,15 @@ class Ranks:
         return verdict
 
     def why(self, rank: int) -> str:
-        """What a rank said that failed at the last vote."""
+        """What a rank said that failed at the last vote. All ranks ask: none ends, and takes the store with it, before
+        the others have read it."""
         key = f"why/{self._epoch - 1}/{self._members.index(rank)}"
-        try:
-            return str(self._store.get(key).decode(errors="replace")) if self._store.check([key]) else "out of memory"
-        except RuntimeError:
-            return "the store of the process group does not say why"
+        said = "out of memory"
+        with contextlib.suppress(RuntimeError):
+            if self._store.check([key]):
+                said = str(self._store.get(key).decode(errors="replace"))
+            self.agree(0)
+        return said
 
     def _join_the_others(self) -> None:
         counts = self._counts()
@@ -181,6 +187,8 @@ class _Watch(threading.Thread):
     def __init__(self, store: Any, rank: int, board: _collectives.Board) -> None:
         super().__init__(name="cushion-ranks", daemon=True)
         self._store, self._rank, self._board = store, rank, board
+        #: the rank that raised the last alarm
+        self.failed_rank: int | None = None
         self._heard = threading.Event()
         self._next = threading.Event()
 
@@ -190,6 +198,7 @@ class _Watch(threading.Thread):
 
     def go_on(self) -> None:
         """The alarm is dealt with."""
+        self.failed_rank = None
         self._heard.clear()
         self._next.set()
 
@@ -198,10 +207,11 @@ class _Watch(threading.Thread):
         while True:
             try:
                 self._store.wait([f"alarm/{epoch}"], _LONG)
-                turn = self._store.get(f"alarm/{epoch}").decode()
-                if turn == self.END:
+                alarm = self._store.get(f"alarm/{epoch}").decode()
+                if alarm == self.END:
                     return
-                notes = self._board.freeze(int(turn))
+                turn, self.failed_rank = map(int, alarm.split())
+                notes = self._board.freeze(turn)
                 self._store.set(f"notes/{epoch}/{self._rank}", json.dumps(notes))
                 self._store.set(f"count/{epoch}/{self._rank}", str(len(notes)))
             except Exception as error:  # noqa: BLE001

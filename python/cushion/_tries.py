@@ -190,7 +190,7 @@ class _Run:
         parts = 1
         if self.known is not None and self.known.too_large is not None:
             too_large = self.known.too_large
-            while max(_parts.size(part.arguments) for part in self.parts) >= too_large:
+            while self._largest(self.parts) >= too_large:
                 if self._prepare_next() is not None:
                     # As small as can be is worth a try.
                     break
@@ -298,7 +298,7 @@ class _Run:
             return error
         if _failures.is_out_of_memory(error) or self.ranks.board.is_frozen:
             return error
-        self.ranks.vote(_ranks.FAILED, 0, f"{type(error).__name__}: {error}")
+        self.ranks.why(self.ranks.vote(_ranks.FAILED, 0, f"{type(error).__name__}: {error}").rank)
         if self.wrapped is not None:
             self.wrapped.back()
         raise error
@@ -315,9 +315,8 @@ class _Run:
     def _last_error(
         self, error: BaseException, why_not_again: str | None, verdict: _ranks.Verdict | None
     ) -> BaseException:
+        why = "" if self.ranks is None or verdict is None else self.ranks.why(verdict.rank)
         if verdict is not None and (verdict.ended == _ranks.FAILED or not _failures.is_out_of_memory(error)):
-            assert self.ranks is not None
-            why = self.ranks.why(verdict.rank)
             if verdict.ended == _ranks.FAILED:
                 return _ranks.RankError(f"cushion.retry: rank {verdict.rank} failed in {self.plan.name}: {why}")
             self.refused = ""
@@ -352,7 +351,7 @@ class _Run:
             more = self.tries < self.plan.tries
             return None if more else "no more are allowed: with split= it goes on in smaller parts"
         self.splits += 1
-        before = len([part for part in self.parts if not part.stands_in])
+        before = self.parts
         why = ""
         if self.splits <= MOST_SPLITS:
             try:
@@ -360,8 +359,9 @@ class _Run:
             except _parts.CannotSplit as error:
                 why = f": {error}"
         # Fewer than asked for but more than before are the smallest that there are.
-        if len([part for part in self.parts if not part.stands_in]) > before:
+        if _own(self.parts) > _own(before) or self._largest(self.parts) < self._largest(before):
             return None
+        self.parts = before
         return f"a part cannot be made smaller{why}"
 
     def _make_as_many_parts(self, number: int) -> None:
@@ -408,11 +408,13 @@ class _Run:
             counted[-1:-1] = [company] * (number - len(counted))
         return counted
 
+    def _largest(self, parts: list[_Part]) -> int:
+        return max(_parts.size(part.arguments) for part in parts)
+
     def _combined(self) -> Any:
         adding = self.plan.adding
         if self.known is not None:
-            largest = max(_parts.size(part.arguments) for part in self.parts)
-            self.known.worked(largest, whole=len(self.parts) == 1)
+            self.known.worked(self._largest(self.parts), whole=len(self.parts) == 1)
             self.known.is_checked = True
         if adding is None:
             return self.results[0]
@@ -428,6 +430,10 @@ class _Run:
         tries = "1 try" if self.tries == 1 else f"{self.tries} tries"
         parts = "1 part" if len(self.parts) == 1 else f"{len(self.parts)} parts"
         return f"{tries}, the last in {parts}"
+
+
+def _own(parts: list[_Part]) -> int:
+    return len([part for part in parts if not part.stands_in])
 
 
 class _OthersFailed(Exception):

@@ -61,9 +61,7 @@ class _Ddp:
             _hooked.add(ddp)
             if not ddp._comm_hooks:
                 # Its own reduction is in C++, where nobody could leave it out. One of the program's is in Python.
-                ddp.register_comm_hook(_HookState(ddp, board), _reduce_bucket)
-                # The hook is not the program's: a copy of the model has none.
-                ddp._comm_hooks.clear()
+                _hook(ddp, board)
 
     def begin(self) -> None:
         torch = sys.modules["torch"]
@@ -83,6 +81,19 @@ class _Ddp:
         self._ddp.reducer._reset_state()
         self._ddp.require_backward_grad_sync = self._backward_sync
         self._ddp.require_forward_param_sync = self._forward_sync
+
+
+def _hook(ddp: Any, board: _collectives.Board) -> None:
+    try:
+        ddp.register_comm_hook(_HookState(ddp, board), _reduce_bucket)
+    except RuntimeError as error:
+        raise RuntimeError(
+            "cushion.retry: this DistributedDataParallel has a built-in communication hook, which is in C++, where a "
+            "rank cannot leave it: register the same hook of torch.distributed.algorithms.ddp_comm_hooks instead"
+        ) from error
+    if not getattr(ddp, "_use_python_reducer", False):
+        # The hook is not the program's: a copy of the model has none.
+        ddp._comm_hooks.clear()
 
 
 class _HookState:
