@@ -121,6 +121,14 @@ def tests() -> list[Group]:
         Group("losses", "models trained to the same numbers", (losses,)),
         Group("doors", "programs written for other allocators", for_policies(["doors"], 240, ("blocks.py",))),
         Group("examples", "every example, and the C interface", for_policies(["examples"], 400, EXAMPLES)),
+        Group(
+            "ranks",
+            "two ranks on one GPU, one of them short; the largest batch that fits",
+            (
+                Job("two_ranks paged", ("two_ranks.py", "--policy", "paged"), 600),
+                Job("batch_sizes paged", ("batch_sizes.py", "--policy", "paged"), 600),
+            ),
+        ),
         Group("shortages", "what runs out of memory, and lives", shortages()),
         Group(
             "alive",
