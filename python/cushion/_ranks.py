@@ -81,10 +81,8 @@ class Ranks:
         try:
             torch.distributed.all_reduce(said, op=torch.distributed.ReduceOp.MAX, group=self._group)
         except RuntimeError as error:
-            failed = self._watch.failed_rank
-            first = "" if failed is None else f"Rank {self._members[failed]} failed first. "
             raise RankError(
-                f"cushion.retry: the {len(self)} ranks could not agree. {first}A rank has ended, or has not left the "
+                f"cushion.retry: the {len(self)} ranks could not agree. {self._first_to_fail()}A rank has ended, or has not left the "
                 f"step within {self._seconds:.0f} s, because it waits in a collective that cannot be joined: {error}"
             ) from error
         return [int(number) for number in said]
@@ -157,10 +155,14 @@ class Ranks:
         except RuntimeError as error:
             silent = [str(self._members[at]) for at, key in enumerate(keys) if not self._answers(key)]
             raise RankError(
-                f"cushion.retry: rank {', '.join(silent) or '?'} has not answered for {self._seconds:.0f} s after a "
-                "shortage: it has ended, or cannot reach the store of the process group"
+                f"cushion.retry: {self._first_to_fail()}Rank {', '.join(silent) or '?'} has not answered for "
+                f"{self._seconds:.0f} s since: it has ended, or cannot reach the store of the process group"
             ) from error
         return [int(self._store.get(key)) for key in keys]
+
+    def _first_to_fail(self) -> str:
+        failed = self._watch.failed_rank
+        return "" if failed is None else f"Rank {self._members[failed]} failed first. "
 
     def _answers(self, key: str) -> bool:
         try:

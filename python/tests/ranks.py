@@ -21,6 +21,14 @@ from typing import Any
 STUCK = 60.0
 
 
+class Ended(Exception):
+    """Ends a rank with a result, although its group is broken: it waits for no other rank."""
+
+    def __init__(self, result: Any) -> None:
+        super().__init__()
+        self.result = result
+
+
 def run(world: int, function: Callable[..., Any], *arguments: Any, timeout: float = STUCK) -> list[Any]:
     """Calls `function(rank, world, *arguments)` on every rank; returns what they return, which JSON has to know. A rank
     that ends by a signal returns the signal's negative number."""
@@ -75,6 +83,8 @@ def _fork(
     faulthandler.dump_traceback_later(timeout - 2, file=sys.stderr)
     try:
         report = {"result": _as_rank(rank, world, port, function, arguments)}
+    except Ended as ended:
+        report = {"result": ended.result}
     except BaseException:
         report = {"error": traceback.format_exc()}
     with os.fdopen(writing, "w") as pipe:
