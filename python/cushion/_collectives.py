@@ -37,6 +37,8 @@ class Board:
         self._own_group = own_group
         self._lock = threading.Lock()
         self._begun: list[dict[str, Any]] = []
+        #: a collective that C++ begins after the last one, and whether it has
+        self._to_follow: Any = None
         self._frozen = False
         self._lost = 0
         self._step_thread = 0
@@ -47,7 +49,7 @@ class Board:
         _patch()
         with self._lock:
             self.turn += 1
-            self._begun, self._frozen = [], self.turn <= self._lost
+            self._begun, self._to_follow, self._frozen = [], None, self.turn <= self._lost
             self._step_thread = threading.get_ident()
         _open_boards.append(self)
 
@@ -83,11 +85,18 @@ class Board:
         with self._lock:
             self._begun = [it for it in self._begun if it is not note]
 
-    def note_more(self, group: Any, method: str, arguments: tuple[Any, ...]) -> None:
-        """Notes a collective that follows the last one for certain, in C++."""
+    def note_more(self, group: Any, method: str, arguments: tuple[Any, ...], has_begun: Callable[[], bool]) -> None:
+        """Notes a collective that follows the last one in C++, unless this rank fails before it."""
+        note = {"group": group.group_name, "method": method, "arguments": _describe((list(arguments), {}))}
         with self._lock:
-            note = {"group": group.group_name, "method": method, "arguments": _describe((list(arguments), {}))}
             self._begun.append(note)
+            self._to_follow = (note, has_begun)
+
+    def count(self) -> int:
+        """How many collectives of a try that is lost this rank has really begun."""
+        with self._lock:
+            follows = self._to_follow is not None and self._begun[-1:] == [self._to_follow[0]]
+            return len(self._begun) - int(follows and not self._to_follow[1]())
 
     def _is_of_the_step(self) -> bool:
         """Threads that Python did not start are autograd's; a thread of the program has collectives of its own."""

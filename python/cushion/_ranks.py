@@ -82,8 +82,8 @@ class Ranks:
             torch.distributed.all_reduce(said, op=torch.distributed.ReduceOp.MAX, group=self._group)
         except RuntimeError as error:
             raise RankError(
-                f"cushion.retry: the {len(self)} ranks could not agree. {self._first_to_fail()}A rank has ended, or has not left the "
-                f"step within {self._seconds:.0f} s, because it waits in a collective that cannot be joined: {error}"
+                f"cushion.retry: the {len(self)} ranks could not agree. {self._first_to_fail()}A rank has ended, or has "
+                f"not left the step within {self._seconds:.0f} s: it waits in a collective that cannot be joined. {error}"
             ) from error
         return [int(number) for number in said]
 
@@ -132,7 +132,7 @@ class Ranks:
     def _join_the_others(self) -> None:
         counts = self._counts()
         most = max(counts)
-        own = len(self.board.freeze(self.board.turn))
+        own = self.board.count()
         if own == most:
             return
         # Any rank with a note of a collective in a group of this rank's will do; the one that is furthest has all.
