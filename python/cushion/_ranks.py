@@ -82,8 +82,9 @@ class Ranks:
             torch.distributed.all_reduce(said, op=torch.distributed.ReduceOp.MAX, group=self._group)
         except RuntimeError as error:
             raise RankError(
-                f"cushion.retry: the {len(self)} ranks could not agree. {self._first_to_fail()}A rank has ended, or has "
-                f"not left the step within {self._seconds:.0f} s: it waits in a collective that cannot be joined. {error}"
+                f"cushion.retry: the {len(self)} ranks could not agree. {self._first_to_fail()}A rank has ended, or "
+                f"has not left the step within {self._seconds:.0f} s: it waits in a collective that cannot be joined. "
+                f"{error}"
             ) from error
         return [int(number) for number in said]
 
