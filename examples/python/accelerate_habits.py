@@ -80,9 +80,9 @@ def train(accelerator: Accelerator) -> None:
     """Batches of all rows, which do not fit."""
     model, optimizer = prepared(accelerator)
 
-    @cushion.retry(split=cushion.split_batch, reset=optimizer.zero_grad)
-    def step(inputs: torch.Tensor, wanted: torch.Tensor, share: float = 1.0) -> torch.Tensor:
-        loss = torch.nn.functional.mse_loss(model(inputs), wanted) * share
+    @cushion.retry(split=cushion.split_batch, loss="mean", grads=model)
+    def step(inputs: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        loss = torch.nn.functional.mse_loss(model(inputs), wanted)
         accelerator.backward(loss)
         return loss.detach()
 

@@ -35,7 +35,9 @@ def tensors(allocator: CUDAAllocator) -> None:
 
     first = custom_cuda_allocator.allocate_tensor(num_elements=1_000_000, dtype=torch.float32, device=0)
     first.fill_(1.0)
-    second = allocator.create_tensor(1_000_000, torch.TensorOptions().dtype(torch.float16).device(torch.kCUDA))
+    # Names that the package adds to PyTorch's.
+    options = torch.TensorOptions().dtype(torch.float16).device(torch.kCUDA)  # type: ignore[attr-defined]
+    second = allocator.create_tensor(1_000_000, options)
     print(f"Tensors: {first.dtype} and {second.dtype} on {second.device}")
 
 

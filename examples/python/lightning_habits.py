@@ -57,15 +57,16 @@ class Module(lightning.LightningModule):
             rows = torch.tanh(rows * scale)
         return rows.mean(dim=1)
 
-    def forward_and_backward(self, inputs: torch.Tensor, wanted: torch.Tensor, share: float = 1.0) -> torch.Tensor:
-        loss = torch.nn.functional.mse_loss(self(inputs), wanted) * share
+    def forward_and_backward(self, inputs: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        loss = torch.nn.functional.mse_loss(self(inputs), wanted)
         self.manual_backward(loss)
         return loss.detach()
 
     def training_step(self, batch: tuple[torch.Tensor, torch.Tensor], batch_idx: int) -> None:
         optimizer = self.optimizers()
         optimizer.zero_grad()
-        loss = cushion.retry(self.forward_and_backward, *batch, split=cushion.split_batch, reset=optimizer.zero_grad)
+        step = self.forward_and_backward
+        loss = cushion.retry(step, *batch, split=cushion.split_batch, loss="mean", grads=self)
         # Outside: it is to be done once, whatever the step went through.
         optimizer.step()
         print(f"step {batch_idx + 1}: {len(batch[0])} rows, loss {loss.item():.5f}")

@@ -12,12 +12,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 RECORDED = Path(__file__).resolve().parents[2] / "tests" / "traces" / "graphs_serving.pickle.gz"
 GIB = 1 << 30
 
 
-def replay(snapshot: str, capacity: str) -> list[dict]:
+def replay(snapshot: str, capacity: str) -> list[dict[str, Any]]:
     """What `cushion replay` says of each policy."""
     command = [sys.executable, "-m", "cushion", "replay", snapshot, "--capacity", capacity, "--min-capacity", "--json"]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)

@@ -53,9 +53,9 @@ def main() -> None:
     model = Model().cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
-    @cushion.retry(split=cushion.split_batch, reset=optimizer.zero_grad)
-    def step(inputs: torch.Tensor, wanted: torch.Tensor, share: float = 1.0) -> torch.Tensor:
-        loss = torch.nn.functional.mse_loss(model(inputs), wanted) * share
+    @cushion.retry(split=cushion.split_batch, loss="mean", grads=model)
+    def step(inputs: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        loss = torch.nn.functional.mse_loss(model(inputs), wanted)
         loss.backward()
         return loss.detach()
 

@@ -30,7 +30,8 @@ class Cache:
         """What is tested: drops entries until there is memory, and gives up only when there are none left."""
         while True:
             try:
-                return cushion.alloc_future("64MiB").result()
+                memory: cushion.Memory = cushion.alloc_future("64MiB").result()
+                return memory
             except Exception as error:
                 if not cushion.is_out_of_memory(error) or not self.kept:
                     raise

@@ -7,6 +7,7 @@
 `cushion.simulate("16GiB")` lets the engine, and what is built on it without PyTorch, be tried out.
 """
 
+from ._batch_size import find_batch_size
 from ._cushion import __version__, stats
 from ._failures import is_out_of_memory
 from ._install import InstallError, install, is_installed, simulate
@@ -33,6 +34,7 @@ __all__ = [
     "alloc_future",
     "allocate_tensor",
     "budget",
+    "find_batch_size",
     "inject",
     "install",
     "is_installed",

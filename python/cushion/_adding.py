@@ -29,22 +29,23 @@ class Adding:
         combine: Combine | None,
     ) -> None:
         self._split, self._loss, self._weight, self._combine = split, loss, weight, combine
+        self._name = _name(step)
         self.names = _positional_names(step)
         self._takes_share = _takes_share(step)
-        self._check(step)
+        self._check()
 
-    def _check(self, step: Callable[..., Any]) -> None:
+    def _check(self) -> None:
         if self._loss not in (None, "mean", "sum"):
             raise ValueError(f'cushion.retry: loss is {self._loss!r}, and has to be "mean" or "sum"')
         if self._loss == "sum" and self._weight is not None:
             raise TypeError('cushion.retry: parts of a sum have no weight: leave loss="sum" or weight= out')
         if self._takes_share and self._loss is not None:
             raise TypeError(
-                f"cushion.retry: {_name(step)} takes `share` and multiplies by it itself: leave loss={self._loss!r} out"
+                f"cushion.retry: {self._name} takes `share` and multiplies by it itself: leave loss={self._loss!r} out"
             )
         if not (self._takes_share or self._loss or self._weight or self._combine):
             raise TypeError(
-                f"cushion.retry: how do the parts of {_name(step)} add up? A batch is split only when that is said. "
+                f"cushion.retry: how do the parts of {self._name} add up? A batch is split only when that is said. "
                 "Add one of these:\n"
                 '    loss="mean"     the loss is a mean over the samples of a batch\n'
                 '    loss="sum"      the loss is a sum over them\n'
@@ -66,8 +67,26 @@ class Adding:
         return list(split(parts, *args, **kwargs))
 
     def check_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raises where these arguments could not be cut, or not be weighed: at the first call, not in a shortage."""
         if isinstance(self._split, _parts.SplitBatch):
             self._split.check(args, kwargs, self.names)
+            self._check_weight(*self._without_share((args, kwargs)))
+
+    def _check_weight(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        try:
+            signature = inspect.signature(self._weight) if self._weight is not None else None
+        except (TypeError, ValueError):
+            return
+        if signature is None:
+            return
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            given = [*self.names[: len(args)], *kwargs]
+            raise TypeError(
+                f"cushion.retry: weight= is called with the arguments of {self._name}, which are "
+                f"({', '.join(given)}), and cannot be: {error}"
+            ) from None
 
     def shares(self, parts: Sequence[Arguments], whole: Arguments) -> list[float]:
         """The part that each has in the whole; they add up to 1."""
@@ -84,16 +103,22 @@ class Adding:
         return [weight / total for weight in weights]
 
     def _weight_of(self, part: Arguments) -> float:
-        args, kwargs = part
         if self._weight is not None:
-            weight = float(self._weight(*args, **{name: it for name, it in kwargs.items() if name != "share"}))
+            args, kwargs = self._without_share(part)
+            weight = float(self._weight(*args, **kwargs))
             if not (math.isfinite(weight) and weight >= 0):
                 raise ValueError(f"cushion.retry: weight= gave {weight}, and a part weighs 0 or more")
             return weight
         split = self._split
         if isinstance(split, _parts.SplitBatch):
-            return float(split.length(args, kwargs, self.names))
+            return float(split.length(*part, self.names))
         return float(_parts.rows(part))
+
+    def _without_share(self, arguments: Arguments) -> Arguments:
+        """What `weight` is called with."""
+        args, kwargs = arguments
+        at = self.names.index("share") if self._takes_share and "share" in self.names else len(args)
+        return (*args[:at], *args[at + 1 :]), {name: it for name, it in kwargs.items() if name != "share"}
 
     def factor(self, share: float) -> float:
         """What gradients and losses of a part are multiplied by here; a step that takes `share` does it itself."""
@@ -113,11 +138,11 @@ class Adding:
     def wants_every_result(self) -> bool:
         return self._combine is not None
 
-    def check_result(self, result: Any, step: Callable[..., Any]) -> None:
+    def check_result(self, result: Any) -> None:
         """Whether results of parts could be added; looked at also where there was one part."""
         if self._combine is None and result is not None and not _is_loss(result):
             raise TypeError(
-                f"cushion.retry: {_name(step)} returned a {type(result).__name__}, and only a loss can be added up "
+                f"cushion.retry: {self._name} returned a {type(result).__name__}, and only a loss can be added up "
                 "over parts, as a float or as a floating-point tensor with no dimensions: return the loss alone, or "
                 "say with combine= what becomes of the results of the parts"
             )
@@ -130,6 +155,11 @@ class Adding:
             return self._combine(results)
         if len(results) == 1 or all(result is None for result in results):
             return results[0]
+        if any(result is None for result in results):
+            raise TypeError(
+                f"cushion.retry: {self._name} returned a loss for some parts of a batch and nothing for others, which "
+                "do not add up: return a loss always, or never"
+            )
         terms = [result if factor == 1.0 else result * factor for result, factor in zip(results, factors)]
         return sum(terms[1:], terms[0])
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 import traceback
 
+from . import _cushion
+
 # Out of memory as a plain RuntimeError: libraries under PyTorch ask the driver, or the host, themselves.
 _TEXTS = (
     "CUDA out of memory",
@@ -53,6 +55,24 @@ def chain(error: BaseException, end: BaseException | None) -> list[BaseException
             found.append(one)
             waiting += [one.__cause__, one.__context__]
     return found
+
+
+def let_go(error: BaseException, end: BaseException | None) -> list[BaseException]:
+    """Clears the frames of an error and of those behind it, as `chain` has them, which it returns: they hold what was
+    made on the way to the failure. Frames that run cannot be cleared, so the `except` block has to be left before."""
+    found = chain(error, end)
+    for one in found:
+        traceback.clear_frames(one.__traceback__)
+    return found
+
+
+def give_back_cached() -> None:
+    """So that the next try, with other sizes, does not begin by cutting up the blocks of the one before."""
+    torch = sys.modules.get("torch")
+    if torch is None or _cushion.is_simulated():
+        _cushion.empty_cache()
+    elif torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 def was_in_backward(error: BaseException) -> bool:

@@ -6,7 +6,7 @@ import asyncio
 import sys
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from . import _cushion, _install, _receipts, _tensors
 from ._log import logger
@@ -17,12 +17,29 @@ _T = TypeVar("_T")
 
 class Memory:
     """Bytes of a device that are no tensor's. They go back when nobody has this object, or a tensor made of it, any
-    more."""
+    more.
+
+    `alloc_future` and `alloc_async` make it, and nothing else does: the object is the owner of its bytes, so that two
+    of them for one address would give it back twice, the second time from under whoever has it then. It cannot be
+    copied or pickled for that reason: hand on the object itself, or copy the bytes with `memory.tensor().clone()`."""
 
     __slots__ = ("__weakref__", "_address", "_device", "_nbytes")
+    _address: int
+    _device: int
+    _nbytes: int
 
-    def __init__(self, address: int, nbytes: int, device: int) -> None:
-        self._address, self._nbytes, self._device = address, nbytes, device
+    def __init__(self, *_args: Any, **_kwargs: Any) -> None:
+        raise TypeError(
+            "cushion.Memory is made by cushion.alloc_future() and cushion.alloc_async() alone: knowing an address "
+            "is not owning its memory"
+        )
+
+    @classmethod
+    def _own(cls, address: int, nbytes: int, device: int) -> Memory:
+        """The owner of what was just allocated."""
+        memory = cls.__new__(cls)
+        memory._address, memory._nbytes, memory._device = address, nbytes, device
+        return memory
 
     @property
     def address(self) -> int:
@@ -55,10 +72,32 @@ class Memory:
     def __repr__(self) -> str:
         return f"<cushion.Memory: {self._nbytes} bytes at {self._address:#x} of device {self._device}>"
 
+    def __copy__(self) -> Any:
+        self._refuse_copy("copied")
+
+    def __deepcopy__(self, _memo: Any) -> Any:
+        self._refuse_copy("copied")
+
+    # Asked before `__reduce__`, so that one of a subclass does not get round it.
+    def __reduce_ex__(self, _protocol: Any) -> Any:
+        self._refuse_copy("pickled")
+
+    def __reduce__(self) -> Any:
+        self._refuse_copy("pickled")
+
+    def _refuse_copy(self, what: str) -> NoReturn:
+        raise TypeError(
+            f"cushion.Memory cannot be {what}: the {self._nbytes} bytes at {self._address:#x} of device {self._device} "
+            "would have two owners, and be given back twice. Hand on the object itself, or copy its bytes: "
+            "memory.tensor().clone()"
+        )
+
     def __del__(self) -> None:
-        # At the end of Python nothing is there any more, and the process gives everything back.
-        if self._address and not sys.is_finalizing():
-            _cushion.deallocate(self._address)
+        # What was never made owns nothing. At the end of Python nothing is there any more, and the process gives
+        # everything back.
+        address = getattr(self, "_address", 0)
+        if address and not sys.is_finalizing():
+            _cushion.deallocate(address)
 
 
 # ---- ahead of time ----
@@ -105,7 +144,7 @@ def alloc_future(size: str | int, *, dtype: Any = None, device: Any = None) -> F
 
     def done(address: int | None, why: str | None, out_of_memory: bool) -> None:
         # Nobody else has it: if it is not wanted any more it goes back here.
-        memory = None if address is None else Memory(address, nbytes, index)
+        memory = None if address is None else Memory._own(address, nbytes, index)
         if not future.set_running_or_notify_cancel():
             return
         try:

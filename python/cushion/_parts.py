@@ -10,7 +10,7 @@ import copy
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 # The arguments of one part: those by position, and those by name.
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -139,8 +139,7 @@ class _Cut:
         if isinstance(value, list) and split._by_sample:
             return value[self._rows_of_part] if len(value) == self._length else value
         if isinstance(value, (tuple, list)):
-            if isinstance(value, list):
-                self._check_list(name, value)
+            self._check_several(name, value)
             cut = [self.value(name, inner) for inner in value]
             named = getattr(type(value), "_make", None)
             return named(cut) if named is not None else type(value)(cut)
@@ -173,19 +172,47 @@ class _Cut:
         looks_like_the_batch = shape == self._first and "mask" not in name
         return square and not looks_like_the_batch and name not in self._split._rows
 
-    def _check_list(self, name: str, value: list[Any]) -> None:
-        """A list of tensors may be the tensors of one batch, as PyTorch's DataLoader gives them, or a batch of
-        samples."""
-        shapes = [tuple(tensor.shape) for tensor in value if _is_tensor(tensor)]
-        if len(shapes) < 2 or len(shapes) < len(value):
-            return
-        images = all(len(shape) == 3 and shape[0] in _CHANNELS for shape in shapes)
-        lengths = {shape[self._split.dim] for shape in shapes if len(shape) > self._split.dim}
-        if images or lengths != {self._length}:
+    def _check_several(self, name: str, value: tuple[Any, ...] | list[Any]) -> None:
+        """A list may hold the tensors of one batch, as PyTorch's DataLoader gives them, or samples. A tuple holds the
+        tensors of one batch, unless they look like images of several sizes."""
+        if type(value).__name__ == "PackedSequence":
             raise CannotSplit(
-                f"a list of {len(shapes)} tensors, the first of shape {shapes[0]}, can be a batch of samples or the "
-                "tensors of one batch: write split=cushion.split_batch.samples for samples, or give tensors in a tuple"
+                "the rows of a PackedSequence are not those of a batch: give split= a function of your own"
             )
+        if len(value) < 2 or hasattr(value, "_make") or name in self._split._rows:
+            return
+        shapes = [tuple(tensor.shape) for tensor in value if _is_tensor(tensor)]
+        only_tensors = len(shapes) == len(value)
+        images = only_tensors and all(len(shape) == 3 and shape[0] in _CHANNELS for shape in shapes)
+        if isinstance(value, tuple):
+            if images and len(set(shapes)) > 1:
+                self._refuse_several(name, f"a tuple of {len(shapes)} tensors, the first of shape {shapes[0]},")
+            return
+        if _are_samples(value):
+            self._refuse_several(name, f"a list of {len(value)} values of type {type(value[0]).__name__}")
+        lengths = {shape[self._split.dim] for shape in shapes if len(shape) > self._split.dim}
+        if images or (only_tensors and lengths != {self._length}):
+            self._refuse_several(name, f"a list of {len(shapes)} tensors, the first of shape {shapes[0]},")
+
+    def _refuse_several(self, name: str, what: str) -> NoReturn:
+        otherwise = f'.rows("{name}")' if name else "give the tensors as arguments of their own"
+        raise CannotSplit(
+            f"{what} can be a batch of samples or the tensors of one batch: write split=cushion.split_batch.samples "
+            f"and give a list for samples, or {otherwise} for the tensors of one batch"
+        )
+
+
+def _are_samples(values: list[Any]) -> bool:
+    """Whether values are alike, and each has tensors of its own: one value is then a sample. PyTorch's DataLoader makes
+    lists of lists from tensors that belong together."""
+    first = values[0]
+    if not any(True for _ in tensors(first)) or _is_tensor(first):
+        return False
+    if isinstance(first, Mapping):
+        return all(isinstance(it, Mapping) and it.keys() == first.keys() for it in values)
+    if type(first) is tuple:
+        return all(type(it) is tuple and len(it) == len(first) for it in values)
+    return _is_dataclass(first) and all(type(it) is type(first) for it in values)
 
 
 split_batch = SplitBatch()
@@ -240,7 +267,9 @@ def _like(mapping: Mapping[Any, Any], cut: dict[Any, Any]) -> Mapping[Any, Any]:
     """A mapping of the same type with other values."""
     if isinstance(mapping, MutableMapping):
         same = copy.copy(mapping)
-        same.update(cut)
+        for key, value in cut.items():
+            # One by one: models of Hugging Face return mappings that refuse update().
+            same[key] = value
         return same
     try:
         made: Mapping[Any, Any] = type(mapping)(cut)  # type: ignore[call-arg]

@@ -2,6 +2,7 @@
 
 _parts.py        how a batch is cut
 _adding.py       how its parts add up to the whole
+_layers.py       layers that see the whole batch, and cannot be split
 _undo.py         what a failed try leaves behind, taken back
 _tries.py        one call: try after try
 _ranks.py        agreement between ranks, with _collectives.py and _wrapped.py
@@ -15,13 +16,14 @@ import inspect
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast, overload
 
-from . import _known, _tries, _undo
+from . import _known, _layers, _tries, _undo
 from ._adding import Adding, Combine, Loss, Weight
 from ._parts import Split
 
 P = ParamSpec("P")
 Q = ParamSpec("Q")
 T = TypeVar("T")
+R = TypeVar("R")
 T_co = TypeVar("T_co", covariant=True)
 
 
@@ -35,13 +37,16 @@ class Retried(Protocol[P, T_co]):
     @overload
     def __get__(
         self: Retried[Concatenate[Any, Q], T_co], instance: object, owner: type | None = None, /
-    ) -> Callable[Q, T_co]: ...
+    ) -> Retried[Q, T_co]: ...
 
     def stats(self) -> dict[str, int]:
         """As `cushion.retry_stats()`, of this function alone."""
 
     def forget(self) -> None:
         """The next call begins with the whole batch, whatever was too large before."""
+
+
+# What comes back is of the type that the step returns, or of that which `combine` returns.
 
 
 @overload
@@ -52,7 +57,7 @@ def retry(
     split: Split | None = None,
     loss: Loss | None = None,
     weight: Weight | None = None,
-    combine: Combine | None = None,
+    combine: None = None,
     grads: Any = None,
     reset: Callable[[], object] | None = None,
     tries: int = 3,
@@ -67,11 +72,32 @@ def retry(
 
 @overload
 def retry(
+    step: Callable[..., T],
+    /,
+    *args: Any,
+    split: Split | None = None,
+    loss: Loss | None = None,
+    weight: Weight | None = None,
+    combine: Callable[[list[T]], R],
+    grads: Any = None,
+    reset: Callable[[], object] | None = None,
+    tries: int = 3,
+    rng: bool = True,
+    inexact: bool = False,
+    group: Any = None,
+    local: bool = False,
+    timeout: float | None = None,
+    **kwargs: Any,
+) -> R: ...
+
+
+@overload
+def retry(
     *,
     split: Split | None = None,
     loss: Loss | None = None,
     weight: Weight | None = None,
-    combine: Combine | None = None,
+    combine: None = None,
     grads: Any = None,
     reset: Callable[[], object] | None = None,
     tries: int = 3,
@@ -81,6 +107,24 @@ def retry(
     local: bool = False,
     timeout: float | None = None,
 ) -> Callable[[Callable[P, T]], Retried[P, T]]: ...
+
+
+@overload
+def retry(
+    *,
+    split: Split | None = None,
+    loss: Loss | None = None,
+    weight: Weight | None = None,
+    combine: Callable[[list[Any]], R],
+    grads: Any = None,
+    reset: Callable[[], object] | None = None,
+    tries: int = 3,
+    rng: bool = True,
+    inexact: bool = False,
+    group: Any = None,
+    local: bool = False,
+    timeout: float | None = None,
+) -> Callable[[Callable[P, object]], Retried[P, R]]: ...
 
 
 def retry(
@@ -143,24 +187,31 @@ def retry(
             raise TypeError(f"cushion.retry: {name} is {value!r}, and has to be callable")
     if tries < 1:
         raise ValueError(f"cushion.retry: tries is {tries}, and the first is one, too: it takes 1 or more")
-    if split is None and (loss is not None or weight is not None):
-        raise TypeError("cushion.retry: loss= and weight= say how parts add up, and without split= there are none")
+    if split is None and not (loss is None and weight is None and combine is None):
+        raise TypeError(
+            "cushion.retry: loss=, weight= and combine= say how parts add up, and without split= there are none"
+        )
     if local and group is not None:
         raise TypeError("cushion.retry: group= has ranks try again together, and local=True each by itself: give one")
-    if grads is None and _is_zero_grad(reset):
+    if _is_zero_grad(reset):
         # Gradients of earlier micro-batches are kept this way, and those of the failed try are not.
-        grads, reset = getattr(reset, "__self__"), None
-    holders = None if grads is None else _undo.Holders(grads)
+        owner = getattr(reset, "__self__")
+        grads, reset = owner if grads is None else [grads, owner], None
+    # A generator, such as model.parameters(), is there once.
+    given = None if grads is None else list(_undo.flat(grads))
 
     def plan(step: Callable[..., Any]) -> _tries.Plan:
         adding = None if split is None else Adding(step, split, loss, weight, combine)
-        return _tries.Plan(step, adding, holders, reset, tries, rng, inexact, group, local, timeout)
+        holders = None if given is None else _undo.Holders(given, step)
+        return _tries.Plan(
+            step, adding, holders, _layers.Layers(step), reset, tries, rng, inexact, group, local, timeout
+        )
 
     if step is not None:
         return _tries.run(plan(step), args, kwargs, None, None)
     if args or kwargs:
-        given = ", ".join([*map(repr, args), *kwargs])
-        raise TypeError(f"cushion.retry: arguments ({given}) for no step: the step comes first")
+        names = ", ".join([*map(repr, args), *kwargs])
+        raise TypeError(f"cushion.retry: arguments ({names}) for no step: the step comes first")
     return lambda step: _decorate(plan(step))
 
 

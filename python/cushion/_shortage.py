@@ -20,6 +20,7 @@ OnShortage = Callable[[int, int, float], object]
 OnRefusal = Callable[[Receipt], object]
 _Shortage = TypeVar("_Shortage", bound=OnShortage)
 _Refusal = TypeVar("_Refusal", bound=OnRefusal)
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 # What a function holds may go in the middle of this, and its end may take another function away.
 _lock = threading.RLock()
@@ -156,7 +157,7 @@ class budget(ContextDecorator):  # noqa: N801
     def __init__(self, ms: float | None = None, skip: Iterable[str] = ()) -> None:
         self._ms, self._skip = ms, [skip] if isinstance(skip, str) else list(skip)
 
-    def __call__(self, function: Any) -> Any:
+    def __call__(self, function: _Function) -> _Function:
         later = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
         if any(is_later(function) for is_later in later):
             raise TypeError(

@@ -14,7 +14,7 @@ import types
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
-from . import _collectives, _cushion, _failures, _known, _log, _parts, _ranks, _receipts, _undo, _wrapped
+from . import _collectives, _cushion, _failures, _known, _layers, _log, _parts, _ranks, _receipts, _undo, _wrapped
 from ._adding import Adding
 from ._parts import Arguments
 
@@ -31,6 +31,7 @@ class Plan(NamedTuple):
     #: how its parts add up; nothing if it is not to be split
     adding: Adding | None
     holders: _undo.Holders | None
+    layers: _layers.Layers
     reset: Callable[[], object] | None
     tries: int
     random_numbers: bool
@@ -97,6 +98,8 @@ class _Part(NamedTuple):
     factor: float
     #: it adds nothing: other ranks run as many parts, and this one keeps them company
     stands_in: bool = False
+    #: its labels are all ignored, say: its loss may be no number, so its backward() is left out
+    adds_nothing: bool = False
 
 
 class _Run:
@@ -104,6 +107,8 @@ class _Run:
         self.plan = plan
         self.whole: Arguments = (args, kwargs)
         self.parts = [_Part(self.whole, 1.0)]
+        # With those that weigh nothing, and are not run.
+        self.cut_into = 1
         self.current = self.parts[0]
         self.results: list[Any] = []
         self.tries = 0
@@ -119,8 +124,10 @@ class _Run:
         self.wrapped: _wrapped.Wrapped | None = None
         self.undo: _undo.Undo
         self.has_updated = False
+        self.has_added = False
 
     def result(self) -> Any:
+        _undo.watch_updates()
         self._check()
         # What the caller is handling is the context of our errors, and not ours to let go of.
         handled = sys.exc_info()[1]
@@ -169,15 +176,19 @@ class _Run:
 
     def _check(self) -> None:
         """What would be wrong under a shortage is refused at the first call, before anything is computed."""
-        adding, holders = self.plan.adding, self.plan.holders
+        adding = self.plan.adding
         if adding is None or self.known is None:
             return
         if not self.known.is_checked:
             adding.check_arguments(*self.whole)
-        if holders is not None and not self.plan.inexact:
-            self._refuse_whole_batch_layers(holders.whole_batch_layers())
+        self._refuse_whole_batch_layers()
 
-    def _refuse_whole_batch_layers(self, layers: list[str]) -> None:
+    def _refuse_whole_batch_layers(self, look_again: bool = False) -> None:
+        if self.plan.inexact:
+            return
+        modules = [] if self.plan.holders is None else self.plan.holders.modules()
+        given = _layers.modules_among((*self.whole[0], *self.whole[1].values()))
+        layers = self.plan.layers.names(modules + given, look_again or bool(given))
         if layers:
             more = f" and {len(layers) - 3} more" if len(layers) > 3 else ""
             raise _parts.CannotSplit(
@@ -188,8 +199,9 @@ class _Run:
 
     def _begin_below_what_failed(self) -> None:
         parts = 1
-        if self.known is not None and self.known.too_large is not None:
-            too_large = self.known.too_large
+        # Read once: another thread may forget it meanwhile.
+        too_large = None if self.known is None else self.known.too_large
+        if too_large is not None:
             while self._largest(self.parts) >= too_large:
                 if self._prepare_next() is not None:
                     # As small as can be is worth a try.
@@ -235,11 +247,12 @@ class _Run:
             if self.wrapped is not None:
                 self.wrapped.part(at == len(self.parts) - 1)
             with _undo.Attempt(self.undo, only_once) as attempt:
-                attempt.factor = part.factor
+                attempt.factor, attempt.adds_nothing = part.factor, part.adds_nothing
                 try:
                     result = self._run_part(part)
                 finally:
                     self.has_updated = self.has_updated or attempt.updated
+                    self.has_added = self.has_added or attempt.backwards > 0
             self._check_result(result, part, attempt)
             if not part.stands_in:
                 self.results.append(result)
@@ -261,7 +274,7 @@ class _Run:
         adding = self.plan.adding
         if adding is None:
             return
-        adding.check_result(result, self.plan.step)
+        adding.check_result(result)
         torch = sys.modules.get("torch")
         if torch is None or not adding.has_loss or not torch.is_grad_enabled():
             return
@@ -270,14 +283,14 @@ class _Run:
             return
         if self.plan.holders is None and self.plan.reset is None:
             raise TypeError(
-                f"cushion.retry: {self.plan.name} returned a loss without its graph, so it has called backward(), and "
-                "a failed try must take back what that has added: say whose gradients they are with grads=, such as "
-                "grads=model or grads=optimizer; grads=() if there are none"
+                f"cushion.retry: {self.plan.name} returned no loss with a graph. If it has called backward(), a failed "
+                "try must take back what that has added: say whose gradients they are with grads=, such as grads=model "
+                "or grads=optimizer; grads=() if there are none"
             )
-        if part.factor != 1.0 and attempt.backwards == 0 and self.plan.holders and self.plan.holders.parameters():
+        if part.factor != 1.0 and attempt.backwards == 0 and self.undo.has_added():
             raise RuntimeError(
-                f"cushion.retry: {self.plan.name} did not call backward() in a way that parts can be weighed by: give "
-                "it a parameter `share=1.0`, and multiply the loss by that"
+                f"cushion.retry: {self.plan.name} has added to gradients otherwise than by backward(), so parts of it "
+                "cannot be weighed: give it a parameter `share=1.0`, and multiply the loss by that"
             )
 
     # ---- with other ranks ----
@@ -336,7 +349,8 @@ class _Run:
         self._remember()
         if self.has_updated:
             return "an optimizer has changed the parameters, which cannot be taken back: call its step() afterwards"
-        if self.plan.holders is None and self.plan.reset is None and _failures.was_in_backward(error):
+        has_added = self.has_added or _failures.was_in_backward(error)
+        if self.plan.holders is None and self.plan.reset is None and has_added:
             return "backward() has added to gradients, which can be taken back with grads=model or grads=optimizer"
         return None
 
@@ -351,17 +365,17 @@ class _Run:
             more = self.tries < self.plan.tries
             return None if more else "no more are allowed: with split= it goes on in smaller parts"
         self.splits += 1
-        before = self.parts
+        before, cut_into = self.parts, self.cut_into
         why = ""
         if self.splits <= MOST_SPLITS:
             try:
-                self._make_parts(2 * len(self.parts))
+                self._make_parts(2 * self.cut_into)
             except _parts.CannotSplit as error:
                 why = f": {error}"
         # Fewer than asked for but more than before are the smallest that there are.
         if _own(self.parts) > _own(before) or self._largest(self.parts) < self._largest(before):
             return None
-        self.parts = before
+        self.parts, self.cut_into = before, cut_into
         return f"a part cannot be made smaller{why}"
 
     def _make_as_many_parts(self, number: int) -> None:
@@ -370,16 +384,15 @@ class _Run:
             self._make_parts(number)
         except _parts.CannotSplit:
             self.parts = self._without_weight([_Part(self.whole, 1.0)], [1.0], number)
-            _undo.weigh_gradients()
+            self.cut_into = len(self.parts)
 
     def _make_parts(self, number: int) -> None:
         """So many parts, or as many as there can be; on several ranks, those of the others are kept company."""
         adding = self.plan.adding
         if adding is None or number == 1:
-            self.parts = [_Part(self.whole, 1.0)]
+            self.parts, self.cut_into = [_Part(self.whole, 1.0)], 1
             return
-        if self.plan.holders is not None and not self.plan.inexact:
-            self._refuse_whole_batch_layers(self.plan.holders.whole_batch_layers(look_again=True))
+        self._refuse_whole_batch_layers(look_again=True)
         cut = adding.cut(number, *self.whole)
         if not cut:
             raise _parts.CannotSplit("the split gave no parts")
@@ -388,20 +401,24 @@ class _Run:
             _Part(adding.with_share(part, share, self.whole), adding.factor(share)) for part, share in zip(cut, shares)
         ]
         self.parts = self._without_weight(made, shares, number)
-        if any(part.factor != 1.0 for part in self.parts):
-            _undo.weigh_gradients()
+        self.cut_into = max(len(cut), len(self.parts))
 
     def _without_weight(self, made: list[_Part], shares: list[float], number: int) -> list[_Part]:
-        """Parts that weigh nothing add nothing. They are left out; where other ranks run as many parts, one that does
-        weigh something is run in their place, times zero, so that every collective has its partner."""
+        """Parts that weigh nothing add nothing. They are left out, or only their results are wanted; where other ranks
+        run as many parts, one that does weigh something is run in their place, times zero, so that every collective has
+        its partner."""
         adding = self.plan.adding
         assert adding is not None
         counted = [part for part, share in zip(made, shares) if share > 0]
         if len(counted) < len(made) and adding.wants_every_result:
-            raise _parts.CannotSplit(
-                "a part weighs nothing, so its gradients cannot be told from those of the others, and combine= wants "
-                "its result: give the step a parameter `share=1.0` that it multiplies its loss by"
-            )
+            if self.ranks is not None:
+                raise _parts.CannotSplit(
+                    "a part weighs nothing, and combine= wants its result, which needs the collectives of its backward "
+                    "pass: leave combine= out, and return the loss"
+                )
+            return [
+                part if share > 0 else part._replace(factor=0.0, adds_nothing=True) for part, share in zip(made, shares)
+            ]
         if self.ranks is not None and len(counted) < number:
             company = _Part(adding.with_share(counted[0].arguments, 0.0, self.whole), 0.0, stands_in=True)
             # Not last, where some models end their step; the last is one of its own.
@@ -414,7 +431,7 @@ class _Run:
     def _combined(self) -> Any:
         adding = self.plan.adding
         if self.known is not None:
-            self.known.worked(self._largest(self.parts), whole=len(self.parts) == 1)
+            self.known.worked(self._largest(self.parts), whole=self.cut_into == 1)
             self.known.is_checked = True
         if adding is None:
             return self.results[0]

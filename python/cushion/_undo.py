@@ -6,13 +6,16 @@ to copy. The step then works on the originals, so a step that goes well computes
 
 from __future__ import annotations
 
+import functools
 import gc
 import random
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
+
+from . import _layers
 
 # ---- what `grads=` names ----
 
@@ -20,11 +23,10 @@ from typing import Any
 class Holders:
     """The parameters whose gradients a step adds to, and the modules that own them."""
 
-    def __init__(self, given: Any) -> None:
+    def __init__(self, given: Any, step: Callable[..., Any] | None = None) -> None:
         #: modules, optimizers and tensors, as they were given
-        self._given = list(_flat(given))
-        self._roots: list[weakref.ref[Any]] | None = None
-        self._by_batch: list[tuple[str, weakref.ref[Any]]] | None = None
+        self._given = list(flat(given))
+        self._step = step
 
     def parameters(self) -> list[Any]:
         found: dict[int, Any] = {}
@@ -39,26 +41,17 @@ class Holders:
         given = [holder for holder in self._given if _is_module(holder)]
         if len(given) == len(self._given):
             return given
-        if self._roots is None:
-            self._roots = [weakref.ref(root) for root in _owners(self.parameters())]
-        return given + [root for root in (it() for it in self._roots) if root is not None]
-
-    def whole_batch_layers(self, look_again: bool = False) -> list[str]:
-        """The names of layers whose result depends on the whole batch, as they are set now. They are looked for once,
-        unless told to look again."""
-        if self._by_batch is None or look_again:
-            found = (named for root in self.modules() for named in root.named_modules() if _sees_the_batch(named[1]))
-            self._by_batch = [(f"{name or 'the module'} ({type(it).__name__})", weakref.ref(it)) for name, it in found]
-        layers = ((name, layer()) for name, layer in self._by_batch)
-        return [name for name, layer in layers if layer is not None and _depends_now(layer)]
+        others = [holder for holder in self._given if not _is_module(holder)]
+        return list({id(it): it for it in given + _roots_of(others, self._step)}.values())
 
 
-def _flat(given: Any) -> Iterator[Any]:
+def flat(given: Any) -> Iterator[Any]:
+    """The modules, optimizers and tensors that `grads=` names."""
     if _is_module(given) or hasattr(given, "param_groups") or hasattr(given, "requires_grad"):
         yield given
     elif isinstance(given, Iterable) and not isinstance(given, (str, bytes)):
         for one in given:
-            yield from _flat(one)
+            yield from flat(one)
     else:
         raise TypeError(
             f"cushion.retry: grads is {given!r}: it takes a module, an optimizer, parameters, or a list of those"
@@ -75,19 +68,47 @@ def _parameters_of(holder: Any) -> Iterable[Any]:
     return list(holder.parameters()) if _is_module(holder) else [holder]
 
 
-def _owners(parameters: list[Any]) -> list[Any]:
-    """The outermost modules that own one of the parameters."""
+class _Roots(NamedTuple):
+    holders: list[weakref.ref[Any]]
+    parameters: int
+    roots: list[weakref.ref[Any]]
+
+
+# By the ids of the holders: to look through all objects takes longer than many steps.
+_known_roots: dict[tuple[int, ...], _Roots] = {}
+
+
+def _roots_of(holders: list[Any], step: Callable[..., Any] | None) -> list[Any]:
+    """The outermost modules that own a parameter of these optimizers and tensors."""
+    parameters = [parameter for holder in holders for parameter in _parameters_of(holder)]
+    key = tuple(map(id, holders))
+    known = _known_roots.get(key)
+    same = known is not None and all(ref() is it for ref, it in zip(known.holders, holders))
+    if known is None or not same or known.parameters != len(parameters):
+        for old in [it for it, one in list(_known_roots.items()) if any(ref() is None for ref in one.holders)]:
+            _known_roots.pop(old, None)
+        roots = [weakref.ref(it) for it in _owners(parameters, _layers.modules_of(step))]
+        known = _known_roots[key] = _Roots([weakref.ref(it) for it in holders], len(parameters), roots)
+    return [root for root in (ref() for ref in known.roots) if root is not None]
+
+
+def _owners(parameters: list[Any], near: list[Any]) -> list[Any]:
+    """The outermost modules that own one of the parameters, among all objects and those that the step names:
+    `gc.freeze()` hides objects from a search."""
     torch = sys.modules.get("torch")
     if torch is None:
         return []
     wanted = {id(parameter) for parameter in parameters}
-    modules = [it for it in gc.get_objects() if isinstance(it, torch.nn.Module)]
+    # By their types: an object that stands for another may do anything when asked for its class.
+    modules = [it for it in gc.get_objects() if issubclass(type(it), torch.nn.Module)]
+    modules += [it for root in near for it in root.modules()]
     above: dict[int, list[Any]] = {}
     for module in modules:
-        for child in module._modules.values():
+        for child in module.__dict__.get("_modules", {}).values():
             if child is not None:
                 above.setdefault(id(child), []).append(module)
-    waiting = [it for it in modules if any(id(own) in wanted for own in it._parameters.values())]
+    owning = (it for it in modules if any(id(own) in wanted for own in it.__dict__.get("_parameters", {}).values()))
+    waiting = list(owning)
     seen: dict[int, Any] = {}
     roots = []
     while waiting:
@@ -98,32 +119,8 @@ def _owners(parameters: list[Any]) -> list[Any]:
             waiting += parents
             if not parents:
                 roots.append(module)
-    return roots
-
-
-# ---- layers that see the whole batch ----
-
-# Losses and layers whose result for one sample depends on the others, by the names of their classes.
-_WHOLE_BATCH = frozenset(
-    ("ClipLoss", "SigLipLoss", "CoCaLoss", "NTXentLoss", "NT_Xent", "SupConLoss", "InfoNCE", "BarlowTwinsLoss")
-    + ("VICRegLoss", "MultipleNegativesRankingLoss", "CLIPModel", "SiglipModel", "InPlaceABN")
-)
-
-
-def _sees_the_batch(layer: Any) -> bool:
-    kind = type(layer)
-    package = kind.__module__.partition(".")[0]
-    return _is_batch_norm(kind) or kind.__name__ in _WHOLE_BATCH or package == "pytorch_metric_learning"
-
-
-def _is_batch_norm(kind: type) -> bool:
-    return any("BatchNorm" in base.__name__ for base in kind.__mro__) and "Frozen" not in kind.__name__
-
-
-def _depends_now(layer: Any) -> bool:
-    # In evaluation batch norm divides by what it has learnt, if it has learnt anything.
-    learnt = _is_batch_norm(type(layer)) and getattr(layer, "running_mean", None) is not None
-    return bool(layer.training) or (_is_batch_norm(type(layer)) and not learnt)
+    # Modules that own each other in a circle have no outermost one.
+    return roots or list(seen.values())
 
 
 # ---- the state itself ----
@@ -137,6 +134,10 @@ class Undo:
         self._gradients = _Gradients(holders.parameters()) if holders is not None else None
         self._buffers = _Buffers(holders.modules()) if holders is not None else None
         self._scalers: list[_Scaler] = []
+
+    def has_added(self) -> bool:
+        """Whether gradients are others than before the try."""
+        return self._gradients is not None and not self._gradients.are_the_same()
 
     def note_scaler(self, scaler: Any) -> None:
         """A GradScaler is about to change its state within the try."""
@@ -160,6 +161,12 @@ class _Gradients:
     def __init__(self, parameters: list[Any]) -> None:
         self._none = [it for it in parameters if it.grad is None]
         self._some = [(it, it.grad, _copy(it.grad)) for it in parameters if it.grad is not None]
+        self._versions = [grad._version for _, grad, _ in self._some]
+
+    def are_the_same(self) -> bool:
+        """Whether nothing was added since."""
+        same = all(it.grad is grad and grad._version == seen for (it, grad, _), seen in zip(self._some, self._versions))
+        return same and all(it.grad is None for it in self._none)
 
     def back(self) -> None:
         for parameter in self._none:
@@ -177,20 +184,22 @@ class _Gradients:
                 parameter.grad = grad
                 # The next try gets the memory of the copy.
                 self._some.append((parameter, grad, copy.to("cpu")))
+        self._versions = [grad._version for _, grad, _ in self._some]
 
 
 class _Buffers:
     """Of modules in training; others do not change theirs."""
 
     def __init__(self, modules: list[Any]) -> None:
-        found: dict[int, Any] = {}
-        for root in modules:
-            for module in root.modules():
-                if module.training:
-                    found.update({id(it): it for it in module._buffers.values() if it is not None})
-        self._copies = [(buffer, _copy(buffer)) for buffer in found.values()]
+        inside = {id(it): it for root in modules for it in root.modules() if it.training}
+        #: a step may put another tensor in the place of a buffer
+        self._places = [(it, name, buffer) for it in inside.values() for name, buffer in it._buffers.items()]
+        once = {id(buffer): buffer for _, _, buffer in self._places if buffer is not None}
+        self._copies = [(buffer, _copy(buffer)) for buffer in once.values()]
 
     def back(self) -> None:
+        for module, name, buffer in self._places:
+            module._buffers[name] = buffer
         if self._copies:
             with sys.modules["torch"].no_grad():
                 for buffer, copy in self._copies:
@@ -216,8 +225,8 @@ class _RandomState:
 
     def __init__(self) -> None:
         self._python = random.getstate()
-        numpy = sys.modules.get("numpy")
-        self._numpy_random = getattr(numpy, "random", None)
+        # NumPy loads it when it is first asked for, and who has not done so has drawn none.
+        self._numpy_random: Any = sys.modules.get("numpy.random")
         if self._numpy_random is not None:
             self._numpy = self._numpy_random.get_state()
         self._torch: Any = sys.modules.get("torch")
@@ -268,6 +277,7 @@ class Attempt:
 
     :ivar only_once: what is done once per step, such as an update, must not be done inside of it
     :ivar factor: what gradients of this part are multiplied by
+    :ivar adds_nothing: no gradients are computed: the part weighs nothing, and only its result is wanted
     :ivar backwards: how often backward() was called
     :ivar updated: an optimizer has changed the parameters, which cannot be taken back
     """
@@ -276,6 +286,7 @@ class Attempt:
         self.undo = undo
         self.only_once = only_once
         self.factor = 1.0
+        self.adds_nothing = False
         self.backwards = 0
         self.updated = False
 
@@ -289,33 +300,44 @@ class Attempt:
 
 
 _running = threading.local()
+# Those whose backward() runs now. It runs on threads of autograd's own where tensors are on a GPU.
+_in_backward: list[Attempt] = []
 _lock = threading.Lock()
 _watching = False
-_weighing = False
-
-
-def _now() -> Attempt | None:
-    attempts = getattr(_running, "attempts", None)
-    return attempts[-1] if attempts else None
 
 
 def _all_now() -> list[Attempt]:
-    return list(getattr(_running, "attempts", ()))
+    """The attempts that this thread works for."""
+    own = getattr(_running, "attempts", None)
+    if own:
+        return list(own)
+    return list(_in_backward) if _in_backward and _is_of_autograd() else []
+
+
+def _is_of_autograd() -> bool:
+    """Threads that Python did not start are autograd's."""
+    thread = threading._active.get(threading.get_ident())  # type: ignore[attr-defined]
+    return thread is None or isinstance(thread, threading._DummyThread)
 
 
 def watch_updates() -> None:
-    """From now on attempts learn of optimizers that step and of scalers that unscale inside of them."""
+    """From now on attempts learn of backward(), which multiplies by their factors, of optimizers that step and of
+    scalers that unscale inside of them."""
     global _watching
     torch = sys.modules.get("torch")
-    if _watching or torch is None:
+    # Another thread may be importing it.
+    if _watching or torch is None or not hasattr(torch, "amp") or not hasattr(torch, "optim"):
         return
     with _lock:
         if _watching:
             return
-        torch.optim.optimizer.register_optimizer_step_pre_hook(_before_step)
+        from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+        register_optimizer_step_pre_hook(_before_step)
         scaler = torch.amp.GradScaler
         for name in ("unscale_", "step", "update"):
             setattr(scaler, name, _noting_scaler(name, getattr(scaler, name)))
+        torch.autograd.backward = _noting_backward(torch, torch.autograd.backward)
         _watching = True
 
 
@@ -327,6 +349,7 @@ def _before_step(optimizer: Any, *_: Any) -> None:
 
 
 def _noting_scaler(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
     def noting(self: Any, *args: Any, **kwargs: Any) -> Any:
         for attempt in _all_now():
             if attempt.only_once:
@@ -334,7 +357,6 @@ def _noting_scaler(name: str, original: Callable[..., Any]) -> Callable[..., Any
             attempt.undo.note_scaler(self)
         return original(self, *args, **kwargs)
 
-    noting.__name__, noting.__qualname__, noting.__doc__ = name, original.__qualname__, original.__doc__
     return noting
 
 
@@ -345,42 +367,46 @@ def _refuse_more_than_once(call: str) -> None:
     )
 
 
-def weigh_gradients() -> None:
-    """From now on backward() multiplies by the factor of the attempt that it is called in."""
-    global _weighing
-    torch = sys.modules.get("torch")
-    if _weighing or torch is None:
-        return
-    with _lock:
-        if _weighing:
-            return
-        original = torch.autograd.backward
-
-        def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
-            factor = 1.0
-            for attempt in _all_now():
-                attempt.backwards += 1
-                factor *= attempt.factor
-            if factor != 1.0:
-                grad_tensors = _weighed(torch, tensors, grad_tensors, factor)
+def _noting_backward(torch: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
+        # One within another, as of a checkpoint, gets gradients that are multiplied already.
+        attempts = [attempt for attempt in _all_now() if attempt not in _in_backward]
+        if not attempts:
             return original(tensors, grad_tensors, *args, **kwargs)
+        factor = 1.0
+        for attempt in attempts:
+            attempt.backwards += 1
+            factor *= attempt.factor
+        if any(attempt.adds_nothing for attempt in attempts):
+            return None
+        if factor != 1.0:
+            grad_tensors = _weighed(torch, tensors, grad_tensors, factor)
+        _in_backward.extend(attempts)
+        try:
+            return original(tensors, grad_tensors, *args, **kwargs)
+        finally:
+            for attempt in attempts:
+                _in_backward.remove(attempt)
 
-        backward.__doc__ = original.__doc__
-        torch.autograd.backward = backward
-        _weighing = True
+    return backward
 
 
 def _weighed(torch: Any, tensors: Any, grads: Any, factor: float) -> Any:
-    if isinstance(tensors, torch.Tensor):
+    if isinstance(tensors, (torch.Tensor, torch.autograd.graph.GradientEdge)):
         tensors = (tensors,)
     if grads is None or isinstance(grads, torch.Tensor):
         grads = (grads,) * len(tensors) if grads is None else (grads,)
     return tuple(
-        # Only a scalar needs no gradient of its own; PyTorch refuses all else.
-        grad * factor if grad is not None else torch.full_like(tensor, factor) if _is_scalar(torch, tensor) else None
-        for tensor, grad in zip(tensors, grads)
+        grad * factor if grad is not None else _one(torch, tensor, factor) for tensor, grad in zip(tensors, grads)
     )
 
 
-def _is_scalar(torch: Any, tensor: Any) -> bool:
-    return isinstance(tensor, torch.Tensor) and tensor.numel() == 1
+def _one(torch: Any, tensor: Any, factor: float) -> Any:
+    """The gradient of a scalar with respect to itself, times a factor. PyTorch refuses all else without one."""
+    if not isinstance(tensor, torch.Tensor):
+        raise RuntimeError(
+            "cushion.retry: backward() was called with an edge of the graph and no gradient, so a part cannot be "
+            "weighed: give the step a parameter `share=1.0`, and multiply its loss by that"
+        )
+    return torch.full_like(tensor, factor) if tensor.numel() == 1 else None

@@ -140,6 +140,39 @@ def _trying_again(make: Callable[[int], _T], count: int, chosen: RetrySettings, 
     return largest(make, count, smaller, first_budget_ms=0)
 
 
+class _Given:
+    """The addresses that `allocate` gave and nobody gave back, of all `CUDAAllocator`s: there is one allocator in a
+    process. Safe from every thread."""
+
+    def __init__(self) -> None:
+        # A finaliser may give memory back in the middle of anything here, on the same thread.
+        self._lock = threading.RLock()
+        self._addresses: set[int] = set()
+
+    def add(self, address: int) -> None:
+        with self._lock:
+            self._addresses.add(address)
+
+    def take(self, address: int) -> None:
+        """One of all who give an address back can; ValueError for the others."""
+        with self._lock:
+            if address in self._addresses:
+                self._addresses.remove(address)
+                return
+        if _cushion.stream_of(address) is not None:
+            raise ValueError(
+                f"CUDAAllocator.allocate() did not give the memory at {address:#x}, so that nothing is freed: it is "
+                "live, and a tensor's or somebody else's, who gives it back"
+            )
+        raise ValueError(
+            f"no live allocation starts at {address:#x} that CUDAAllocator.allocate() gave, so that nothing is freed: "
+            "it was given back before, or this is no address of allocate()'s"
+        )
+
+
+_given = _Given()
+
+
 class CUDAAllocator:
     """Memory by address, and tensors. Makes Cushion PyTorch's allocator if nothing has yet; without PyTorch, memory by
     address is there all the same."""
@@ -161,14 +194,27 @@ class CUDAAllocator:
         def make(size: int) -> int:
             return _cushion.allocate(size, index, current_stream(index))
 
-        return _trying_again(make, size, self.settings, shrinks=False)
+        address = _trying_again(make, size, self.settings, shrinks=False)
+        if address != 0:
+            _given.add(address)
+        return address
 
     def deallocate(self, ptr: int) -> None:
-        """Gives back what `allocate` gave, on whichever device.
+        """Gives back what `allocate` gave, of this `CUDAAllocator` or another, on whichever device; 0 is what
+        `allocate(0)` gives, and nothing to give back.
 
-        :raises ValueError: if nothing that is live starts there
+        :raises ValueError: if `allocate` did not give it, or it was given back before; nothing is freed then
         """
-        _cushion.deallocate(whole("ptr", ptr))
+        address = whole("ptr", ptr)
+        if address == 0:
+            return
+        _given.take(address)
+        try:
+            _cushion.deallocate(address)
+        except BaseException:
+            # It is there as before.
+            _given.add(address)
+            raise
 
     def create_tensor(
         self, num_elements: int, options: TensorOptions | Any = None, *, dtype: Any = None, device: Any = None

@@ -13,10 +13,10 @@ from unittest import mock
 
 import support  # puts the package under test on the path
 from steps import Card, Held, Rows, caught, difference, failing, frames
-from support import MIB, StandinCase, TorchCase
+from support import MIB, StandinCase
 
 import cushion
-from cushion import _retry
+from cushion import _cushion, _known, _receipts
 
 
 class Running(unittest.TestCase):
@@ -54,7 +54,7 @@ class Running(unittest.TestCase):
         (note,) = raised.exception.__notes__  # type: ignore[attr-defined]
         self.assertTrue(note.startswith("cushion.retry: 3 tries, the last in 1 part; no more are allowed"), note)
         with self.assertRaises(MemoryError) as raised:
-            cushion.retry(Card(0).step, Rows(range(5)), split=cushion.split_batch)
+            cushion.retry(Card(0).step, Rows(range(5)), split=cushion.split_batch, combine=sum)
         (note,) = raised.exception.__notes__  # type: ignore[attr-defined]
         self.assertEqual(note, "cushion.retry: 4 tries, the last in 5 parts; a part cannot be made smaller")
 
@@ -74,13 +74,14 @@ class Running(unittest.TestCase):
                 error = kind("something else")
                 seen = []
 
-                def step() -> None:
+                def step(rows: Rows) -> None:
                     held = "still here"
                     seen.append(1)
                     raise error
 
                 reset = mock.Mock()
-                raised = caught(kind, lambda: cushion.retry(step, reset=reset, split=cushion.split_batch))
+                split = {"split": cushion.split_batch, "combine": list}
+                raised = caught(kind, lambda: cushion.retry(step, Rows(range(2)), reset=reset, **split))
                 self.assertIs(raised, error)
                 self.assertEqual(seen, [1])
                 reset.assert_not_called()
@@ -94,20 +95,6 @@ class Running(unittest.TestCase):
             cushion.retry(step)
         self.assertEqual(difference(before), {"calls": 1, "tries": 2, "retried": 1})
         self.assertIn("failed otherwise: 2 tries", logs.output[0])
-
-    def test_which_errors_say_that_memory_ran_out(self) -> None:
-        meant = (
-            MemoryError(),
-            type("Mine", (MemoryError,), {})(),
-            RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be reported later"),
-            RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
-            RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
-        )
-        others = (RuntimeError("CUDA error: device-side assert"), ValueError("CUDA error: out of memory"), OSError())
-        for error in meant:
-            self.assertIs(cushion.is_out_of_memory(error), True, repr(error))
-        for error in others:
-            self.assertIs(cushion.is_out_of_memory(error), False, repr(error))
 
     def test_reset_comes_before_each_try_but_the_first(self) -> None:
         order: list[str] = []
@@ -148,7 +135,7 @@ class Running(unittest.TestCase):
 
     def test_says_once_what_it_cost(self) -> None:
         with self.assertLogs("cushion", "WARNING") as logs:
-            cushion.retry(Card(2).step, Rows(range(8)), split=cushion.split_batch)
+            cushion.retry(Card(2).step, Rows(range(8)), split=cushion.split_batch, combine=sum)
         (line,) = logs.output
         text = r"Card.step ran out of memory, and is done: 3 tries, the last in 4 parts; 0\.\d{3} s were lost"
         self.assertRegex(line, text)
@@ -160,8 +147,8 @@ class Running(unittest.TestCase):
     def test_tells_cushion(self) -> None:
         said: list[Any] = []
         with (
-            mock.patch.object(_retry._cushion, "expect_refusals", lambda expected: said.append(expected)),
-            mock.patch.object(_retry._receipts, "refuse_after_all", lambda text: said.append(text)),
+            mock.patch.object(_cushion, "expect_refusals", lambda expected: said.append(expected)),
+            mock.patch.object(_receipts, "refuse_after_all", lambda text: said.append(text)),
         ):
             cushion.retry(failing(2))
             self.assertEqual(said, [True, False])
@@ -176,6 +163,12 @@ class Running(unittest.TestCase):
         for why, call in (
             ("step is 5", lambda: cushion.retry(5)),  # type: ignore[call-overload]
             ("split is 2", lambda: cushion.retry(print, split=2)),  # type: ignore[call-overload]
+            ("reset is 'now'", lambda: cushion.retry(print, reset="now")),  # type: ignore[call-overload]
+            ("grads is 5", lambda: cushion.retry(print, grads=5)),
+            ("without split=", lambda: cushion.retry(print, loss="mean")),
+            ("without split=", lambda: cushion.retry(print, weight=len)),
+            ("without split=", lambda: cushion.retry(print, combine=sum)),
+            ("give one", lambda: cushion.retry(print, local=True, group="world")),
             ("the step comes first", lambda: cushion.retry(None, 1)),  # type: ignore[call-overload]
             ("the step comes first", lambda: cushion.retry(spilt=1)),  # type: ignore[call-overload]
         ):
@@ -287,7 +280,7 @@ class LettingGo(unittest.TestCase):
             kept.append(weakref.ref(result))
             return result
 
-        cushion.retry(step, Rows(range(4)), split=cushion.split_batch)
+        cushion.retry(step, Rows(range(4)), split=cushion.split_batch, combine=list)
         self.assertEqual(alive, [False] * 4)
 
     def test_what_it_held_when_it_gives_up(self) -> None:
@@ -333,7 +326,7 @@ class Decorating(unittest.TestCase):
             """What it does."""
             return value + 1
 
-        @cushion.retry(split=cushion.split_batch)
+        @cushion.retry(split=cushion.split_batch, combine=sum)
         def split(rows: Rows) -> int:
             return card.step(rows)
 
@@ -345,7 +338,7 @@ class Decorating(unittest.TestCase):
     def test_knows_and_forgets(self) -> None:
         card = Card(2)
 
-        @cushion.retry(split=cushion.split_batch)
+        @cushion.retry(split=cushion.split_batch, combine=sum)
         def step(rows: Rows) -> int:
             return card.step(rows)
 
@@ -360,25 +353,38 @@ class Decorating(unittest.TestCase):
     def test_the_whole_is_tried_again_after_a_while_and_less_and_less(self) -> None:
         card = Card(2)
 
-        @cushion.retry(split=cushion.split_batch)
+        @cushion.retry(split=cushion.split_batch, combine=sum)
         def step(rows: Rows) -> int:
             return card.step(rows)
 
-        for _ in range(128 + 256 + 512):
+        first = _known.FIRST_PATIENCE
+        for _ in range(first + 2 * first + 4 * first):
             step(Rows(range(4)))
-        self.assertEqual(card.seen.count(4), 3)
+        whole = [at for at, call in enumerate(self.calls(card.seen)) if call[0] == 4]
+        self.assertEqual(whole, [0, first, 3 * first])
         # The shortage has passed: the next time it is tried, it fits, and stays.
         card.room = 4
-        for _ in range(1024 + 10):
+        card.seen.clear()
+        for _ in range(10):
             step(Rows(range(4)))
-        self.assertEqual(card.seen[-2:], [4, 4])
+        self.assertEqual(card.seen, [4] * 10)
+
+    def calls(self, seen: list[int]) -> list[list[int]]:
+        """The rows of each part, by calls of 4 rows that end in two parts."""
+        left = list(seen)
+        found = []
+        while left:
+            size = 3 if left[0] == 4 else 2
+            found.append(left[:size])
+            left = left[size:]
+        return found
 
     def test_methods(self) -> None:
         class Trainer:
             def __init__(self) -> None:
                 self.card = Card(2)
 
-            @cushion.retry(split=cushion.split_batch)
+            @cushion.retry(split=cushion.split_batch, grads=())
             def step(self, rows: Rows, share: float = 1.0) -> float:
                 self.card.step(rows)
                 return share
@@ -399,11 +405,11 @@ class Counting(unittest.TestCase):
             ({"calls": 1, "tries": 1}, lambda: cushion.retry(lambda: 1 / 0)),
             (
                 {"calls": 1, "tries": 3, "retried": 1, "gave_up": 1},
-                lambda: cushion.retry(Card(0).step, Rows(range(4)), split=cushion.split_batch),
+                lambda: cushion.retry(Card(0).step, Rows(range(4)), split=cushion.split_batch, combine=sum),
             ),
             (
                 {"calls": 1, "tries": 3, "retried": 1, "split": 1},
-                lambda: cushion.retry(Card(2).step, Rows(range(8)), split=cushion.split_batch),
+                lambda: cushion.retry(Card(2).step, Rows(range(8)), split=cushion.split_batch, combine=sum),
             ),
         ):
             before = cushion.retry_stats()
@@ -418,7 +424,7 @@ class Counting(unittest.TestCase):
         results: list[int] = []
         before = cushion.retry_stats()
 
-        @cushion.retry(split=cushion.split_batch)
+        @cushion.retry(split=cushion.split_batch, combine=sum)
         def step(rows: Rows) -> int:
             if len(rows.values) > 4:
                 raise MemoryError
@@ -427,7 +433,7 @@ class Counting(unittest.TestCase):
         def work() -> None:
             for _ in range(50):
                 results.append(step(Rows(range(16))))
-                results.append(cushion.retry(card.step, Rows(range(16)), split=cushion.split_batch))
+                results.append(cushion.retry(card.step, Rows(range(16)), split=cushion.split_batch, combine=sum))
 
         threads = [threading.Thread(target=work) for _ in range(8)]
         for thread in threads:
@@ -455,153 +461,6 @@ class Simulated(StandinCase):
         address = cushion.retry(step, reset=lambda: kept and _cushion.deallocate(kept.pop()))
         _cushion.deallocate(address)
         self.assertEqual(cushion.retry_stats()["gave_up"], 1)
-
-
-class WithTorch(TorchCase):
-    """On the CPU: nothing here is about an allocator."""
-
-    policy = None
-
-    def model(self) -> Any:
-        import torch
-
-        torch.manual_seed(0)
-        layers = (torch.nn.Linear(6, 9), torch.nn.Tanh(), torch.nn.Linear(9, 2))
-        return torch.nn.Sequential(*layers).double()
-
-    def test_gradients_of_parts_add_up(self) -> None:
-        torch = self.install()
-        model = self.model()
-        inputs, targets = torch.randn(11, 6).double(), torch.randn(11, 2).double()
-        room = 11
-
-        def step(inputs: Any, targets: Any, share: float = 1.0) -> Any:
-            loss = torch.nn.functional.mse_loss(model(inputs), targets) * share
-            loss.backward()
-            # After the fact: what was added to the gradients has to be taken back.
-            if len(inputs) > room:
-                raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
-            return loss.detach()
-
-        whole = cushion.retry(step, inputs, targets, split=cushion.split_batch, reset=model.zero_grad)
-        expected = [parameter.grad.clone() for parameter in model.parameters()]
-        for room in (6, 5, 3, 2, 1):
-            with self.subTest(room):
-                model.zero_grad()
-                loss = cushion.retry(step, inputs, targets, split=cushion.split_batch, reset=model.zero_grad)
-                torch.testing.assert_close(loss, whole)
-                torch.testing.assert_close([parameter.grad for parameter in model.parameters()], expected)
-
-    def test_outputs_are_joined_by_those_who_know_how(self) -> None:
-        torch = self.install()
-        model = self.model()
-        inputs = torch.randn(11, 6).double()
-
-        @torch.no_grad()
-        def infer(inputs: Any) -> Any:
-            if len(inputs) > 3:
-                raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
-            return model(inputs)
-
-        outputs = cushion.retry(infer, inputs, split=cushion.split_batch, combine=torch.cat)
-        torch.testing.assert_close(outputs, model(inputs).detach())
-        self.assertEqual(len(cushion.retry(infer, inputs, split=cushion.split_batch)), 4)
-        # A module takes whatever its forward() takes, which is no `share`.
-        self.assertEqual(cushion.retry(model, inputs, split=cushion.split_batch).shape, (11, 2))
-
-    def test_along_another_dimension(self) -> None:
-        torch = self.install()
-
-        def step(inputs: Any) -> Any:
-            if inputs.shape[1] > 2:
-                raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
-            return inputs.sum()
-
-        inputs = torch.arange(20.0).reshape(4, 5)
-        self.assertEqual(cushion.retry(step, inputs, split=cushion.split_batch.along(1)), inputs.sum())
-
-    def test_random_numbers_begin_again(self) -> None:
-        torch = self.install()
-        drawn: list[Any] = []
-
-        def step() -> None:
-            drawn.append(torch.rand(3).tolist())
-            if len(drawn) % 2:
-                raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
-
-        cushion.retry(step)
-        self.assertEqual(drawn[0], drawn[1])
-        cushion.retry(step, rng=False)
-        self.assertNotEqual(drawn[2], drawn[3])
-        self.assertIs(torch.cuda.is_initialized(), False)
-
-    def test_random_numbers_of_the_gpu_begin_again(self) -> None:
-        torch = self.install()
-        torch.cuda.init()
-        torch.cuda.manual_seed(5)
-        states: list[Any] = []
-
-        def step() -> None:
-            states.append(torch.cuda.get_rng_state().tolist())
-            torch.cuda.manual_seed(7)
-            if len(states) % 2:
-                raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
-
-        cushion.retry(step)
-        self.assertEqual(states[0], states[1])
-
-    def test_its_error_says_that_memory_ran_out(self) -> None:
-        torch = self.install()
-        self.assertIs(cushion.is_out_of_memory(torch.cuda.OutOfMemoryError("anything")), True)
-
-    def test_cpu_memory(self) -> None:
-        torch = self.install()
-        held: list[Any] = []
-
-        def step() -> None:
-            if held:
-                self.assertIsNone(held[0]())
-                return
-            tensor = torch.ones(8, requires_grad=True)
-            graph = (tensor * 2).sum()
-            held.append(weakref.ref(graph))
-            raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
-
-        cushion.retry(step)
-
-
-class Refused(TorchCase):
-    """Over the stand-ins, with Cushion: memory that really runs out."""
-
-    changes = {"STANDIN_CAPACITY": str(512 * MIB)}
-
-    def test_a_batch_that_does_not_fit(self) -> None:
-        torch = self.install()
-        seen: list[int] = []
-
-        def step(rows: Any) -> int:
-            seen.append(len(rows))
-            first = torch.empty(len(rows) * 64 * MIB, dtype=torch.uint8, device="cuda")
-            second = torch.empty(len(rows) * 64 * MIB, dtype=torch.uint8, device="cuda")
-            return len(rows)
-
-        for _ in range(2):
-            self.assertEqual(cushion.retry(step, torch.zeros(8, 3), split=cushion.split_batch), 8)
-        self.assertEqual(seen, [8, 4, 4, 4, 4])
-        self.assertEqual(torch.cuda.memory_allocated(), 0)
-
-    def test_what_the_failed_try_held_is_there_for_the_next(self) -> None:
-        # Also what it cached: with 300 MiB of its 400 in use again, 200 more there would not be.
-        torch = self.install()
-        sizes = [400, 300]
-
-        def step() -> None:
-            size = sizes.pop(0)
-            first = torch.empty(size * MIB, dtype=torch.uint8, device="cuda")
-            second = torch.empty(200 * MIB, dtype=torch.uint8, device="cuda")
-
-        cushion.retry(step)
-        self.assertEqual(torch.cuda.memory_allocated(), 0)
 
 
 if __name__ == "__main__":

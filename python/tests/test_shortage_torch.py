@@ -235,7 +235,8 @@ class Shortage(support.TorchCase):
         with self.assertLogs("cushion", "WARNING") as logs:
             tensor = cushion.allocate_tensor(250 * MIB, min_elements=MIB, dtype=torch.float32)
         self.assertEqual(tensor.numel(), int(int(250 * MIB * 0.7) * 0.7))
-        self.assertIn(f"asked for {250 * MIB} elements, got {tensor.numel()}", logs.output[0])
+        # After the shortages themselves.
+        self.assertIn(f"asked for {250 * MIB} elements, got {tensor.numel()}", logs.output[-1])
         self.assertEqual(last_calls, [])
         del tensor
         whole = cushion.allocate_tensor(100 * MIB, dtype="float16")
@@ -324,7 +325,7 @@ class Shortage(support.TorchCase):
             return len(kept)
 
         rows = torch.zeros(16)
-        done = cushion.retry(step, rows, split=cushion.split_batch)
+        done = cushion.retry(step, rows, split=cushion.split_batch, combine=sum)
         self.assertEqual((done, told), (16 * 100 * MIB, []))
         with self.assertRaises(torch.cuda.OutOfMemoryError) as raised:
             cushion.retry(lambda: self.empty(2 * GIB))
@@ -360,7 +361,7 @@ class Shortage(support.TorchCase):
         kept = self.empty(500 * MIB)
         self.assertEqual(averages.bytes_away, 600 * MIB)
         self.assertEqual(cushion.receipts()[-1].answers[0].said, "moved 3 tensors, 600.00 MiB, to the host")
-        self.assertEqual(view.untyped_storage().nbytes(), 0)
+        self.assertEqual(torch.cuda.memory_allocated(), 700 * MIB)
         # There is no room for them now: nothing is lost, and it says so.
         with self.assertRaises(torch.cuda.OutOfMemoryError), averages:
             pass
@@ -396,7 +397,7 @@ class Shortage(support.TorchCase):
             self.assertGreaterEqual(mover.away(), size)
             mover.remove()
         with self.assertRaisesRegex(TypeError, "names no tensors"):
-            cushion.offloader(lambda: object()).away()
+            cushion.offloader(lambda: object())
         with self.assertRaisesRegex(TypeError, "is no function"):
             cushion.offloader(5)  # type: ignore[call-overload]
 
@@ -435,7 +436,7 @@ class Shortage(support.TorchCase):
         with self.assertLogs("cushion", "WARNING") as logs, cushion.inject("over=50MiB"):
             self.refused(2 * GIB)
         self.assertEqual(seen, [0, 50 * MIB])
-        self.assertIn("cannot bring its tensors back", logs.output[0])
+        self.assertIn("cannot bring its tensors back", "\n".join(logs.output))
         del kept
 
     def test_in_a_backward_pass_what_is_tried_again_is_no_end(self) -> None:

@@ -13,23 +13,23 @@ import support  # puts the package under test on the path
 from steps import Card, Rows, failing
 
 import cushion
-from cushion import _retry
+from cushion import _adding
 
 
 class Splitting(unittest.TestCase):
     def test_in_twice_as_many_parts(self) -> None:
         card = Card(2)
-        self.assertEqual(cushion.retry(card.step, Rows(range(8)), split=cushion.split_batch), sum(range(8)))
+        self.assertEqual(cushion.retry(card.step, Rows(range(8)), split=cushion.split_batch, combine=sum), 28)
         self.assertEqual(card.seen, [8, 4, 2, 2, 2, 2])
 
     def test_until_parts_cannot_be_smaller(self) -> None:
         card = Card(0)
         with self.assertRaises(MemoryError):
-            cushion.retry(card.step, Rows(range(5)), split=cushion.split_batch)
+            cushion.retry(card.step, Rows(range(5)), split=cushion.split_batch, combine=sum)
         # In 4 parts one has two rows; eight there cannot be, but five.
         self.assertEqual(card.seen, [5, 2, 1, 1])
         card.room = 1
-        self.assertEqual(cushion.retry(card.step, Rows(range(3)), split=cushion.split_batch), 3)
+        self.assertEqual(cushion.retry(card.step, Rows(range(3)), split=cushion.split_batch, combine=sum), 3)
 
     def test_all_parts_run_again(self) -> None:
         seen: list[int] = []
@@ -39,7 +39,7 @@ class Splitting(unittest.TestCase):
             if len(seen) in (1, 3):
                 raise MemoryError
 
-        cushion.retry(step, Rows(range(8)), split=cushion.split_batch)
+        cushion.retry(step, Rows(range(8)), split=cushion.split_batch, combine=list)
         self.assertEqual(seen, [8, 4, 4, 2, 2, 2, 2])
 
     def test_a_split_of_one_s_own(self) -> None:
@@ -53,9 +53,9 @@ class Splitting(unittest.TestCase):
                 raise MemoryError
             return "+".join(names)
 
-        self.assertEqual(cushion.retry(step, ["a", "b", "c"], split=halves), ["a", "b+c"])
+        self.assertEqual(cushion.retry(step, ["a", "b", "c"], split=halves, combine=list), ["a", "b+c"])
         with self.assertRaises(MemoryError) as raised:
-            cushion.retry(step, list("abcdef"), split=halves)
+            cushion.retry(step, list("abcdef"), split=halves, combine=list)
         if hasattr(raised.exception, "__notes__"):
             self.assertIn("a part cannot be made smaller: 2 at most", raised.exception.__notes__[0])
 
@@ -67,19 +67,24 @@ class Splitting(unittest.TestCase):
             return [((), {})] * (len(asked) + 1)
 
         with self.assertRaises(MemoryError):
-            cushion.retry(failing(1000), split=split)
+            cushion.retry(failing(1000), split=split, combine=list)
         self.assertEqual(len(asked), 30)
 
     def test_an_error_in_a_split_passes(self) -> None:
         with self.assertRaises(ZeroDivisionError):
-            cushion.retry(failing(1), split=lambda parts: 1 // 0)
+            cushion.retry(failing(1), split=lambda parts: 1 // 0, combine=list)
 
     def test_no_tensor_to_split(self) -> None:
+        # Refused before the step has run once, and not in a shortage.
+        step = mock.Mock(return_value=1, spec=[])
         for arguments in ((), (1, "two", None), (types.SimpleNamespace(shape=()),)):
-            with self.assertRaises(MemoryError):
-                cushion.retry(failing(1), *arguments, split=cushion.split_batch)
+            with self.assertRaisesRegex(cushion.CannotSplit, "no argument is a tensor with a dimension 0"):
+                cushion.retry(step, *arguments, split=cushion.split_batch, combine=list)
+        step.assert_not_called()
+
+    def test_no_rows_to_split(self) -> None:
         with self.assertRaises(MemoryError):
-            cushion.retry(failing(1), Rows([]), split=cushion.split_batch)
+            cushion.retry(failing(1), Rows([]), split=cushion.split_batch, combine=list)
 
     def test_what_is_split_and_what_is_whole(self) -> None:
         Pair = namedtuple("Pair", "rows name")
@@ -99,7 +104,7 @@ class Splitting(unittest.TestCase):
             self.assertIsInstance(kwargs["user"], UserDict)
             self.assertEqual(kwargs["user"]["rows"].values, rows)
             self.assertIs(kwargs["whole"], whole)
-            self.assertEqual(kwargs["share"], len(rows) / 5)
+            self.assertEqual(kwargs.keys(), given.keys())
         self.assertEqual(given["more"]["deep"].values, list(range(5)))
 
     def test_parts_are_as_equal_as_can_be(self) -> None:
@@ -124,56 +129,63 @@ class Splitting(unittest.TestCase):
             if len(rows.values) > 2:
                 raise MemoryError
 
+        def takes_by_name(rows: Rows, *, share: float = 1.0) -> None:
+            takes(rows, share)
+
         def takes_anything(rows: Rows, **kwargs: Any) -> None:
             shares.append(kwargs)
             if len(rows.values) > 2:
                 raise MemoryError
 
-        cushion.retry(takes, Rows(range(3)), split=cushion.split_batch)
-        self.assertEqual(shares, [1.0, 1 / 3, 2 / 3])
-        shares.clear()
-        cushion.retry(takes, Rows(range(4)), share=0.5, split=cushion.split_batch)
-        self.assertEqual(shares, [0.25, 0.25])
-        shares.clear()
-        cushion.retry(takes_anything, Rows(range(3)), key=1, split=cushion.split_batch)
-        self.assertEqual(shares, [{"key": 1}] * 3)
-        shares.clear()
-        cushion.retry(takes_anything, Rows(range(4)), share=0.5, split=cushion.split_batch)
-        self.assertEqual(shares, [{"share": 0.25}] * 2)
+        def run(step: Any, *args: Any, **kwargs: Any) -> list[Any]:
+            shares.clear()
+            cushion.retry(step, *args, split=cushion.split_batch, grads=(), **kwargs)
+            return list(shares)
 
-    def test_what_parts_return_is_one(self) -> None:
-        scalar = mock.Mock(shape=(), __radd__=lambda self, other: other, __add__=lambda self, other: "sum")
-        for results, expected in (
-            ([1, 2.5], 3.5),
-            ([None, None], None),
-            ([scalar, scalar], "sum"),
-            ([(1, None), (2, None)], (3, None)),
-            ([{"loss": 1, "rows": (1, 2)}, {"loss": 2, "rows": (3, 4)}], {"loss": 3, "rows": (4, 6)}),
-            (["a", "b"], ["a", "b"]),
-            ([1, None], [1, None]),
-            ([(1,), (1, 2)], [(1,), (1, 2)]),
-        ):
-            with self.subTest(results):
-                left = list(results)
+        self.assertEqual(run(takes, Rows(range(3))), [1.0, 1 / 3, 2 / 3])
+        self.assertEqual(run(takes_by_name, Rows(range(3))), [1.0, 1 / 3, 2 / 3])
+        # What the program gives is shared out.
+        self.assertEqual(run(takes, Rows(range(4)), share=0.5), [0.25, 0.25])
+        self.assertEqual(run(takes, Rows(range(4)), 0.5), [0.25, 0.25])
+        self.assertEqual(run(takes_anything, Rows(range(3)), key=1, loss="sum"), [{"key": 1}] * 3)
 
-                def step(rows: Rows) -> Any:
-                    if len(rows.values) > 1:
-                        raise MemoryError
-                    return left.pop(0)
+    def test_share_by_weight(self) -> None:
+        shares: list[float] = []
 
-                self.assertEqual(cushion.retry(step, Rows(range(2)), split=cushion.split_batch), expected)
+        def step(rows: Rows, more: Any = None, share: float = 1.0) -> None:
+            shares.append(share)
+            if len(rows.values) > 2:
+                raise MemoryError
 
-    def test_combine(self) -> None:
-        card = Card(2)
-        self.assertEqual(cushion.retry(card.step, Rows(range(4)), split=cushion.split_batch, combine=list), [1, 5])
-        one = object()
-        self.assertIs(cushion.retry(lambda: one, combine=lambda results: self.fail("of one part")), one)
+        # It is not called with the share itself, however that is given.
+        def weight(rows: Rows, more: Any = None) -> int:
+            return sum(rows.values)
+
+        for args, kwargs in (((), {}), ((None, 1.0), {}), ((), {"share": 1.0}), ((None,), {"share": 1.0})):
+            shares.clear()
+            options: Any = {"split": cushion.split_batch, "weight": weight, "grads": ()}
+            cushion.retry(step, Rows([1, 2, 3, 4]), *args, **kwargs, **options)
+            self.assertEqual(shares[-2:], [0.3, 0.7])
+
+    def test_a_split_that_says_the_shares_itself(self) -> None:
+        shares: list[float] = []
+
+        def step(names: str, share: float = 1.0) -> None:
+            shares.append(share)
+            if len(names) > 1:
+                raise MemoryError
+
+        def halves(parts: int, names: str) -> list[Any]:
+            return [(("a",), {"share": 0.25}), (("b",), {"share": 0.75})]
+
+        cushion.retry(step, "ab", split=halves, grads=())
+        self.assertEqual(shares, [1.0, 0.25, 0.75])
 
 
 class Knowing(unittest.TestCase):
     def seen(self, card: Card, length: int, width: int = 1) -> list[int]:
         card.seen.clear()
-        cushion.retry(card.step, Rows(range(length), width), split=cushion.split_batch)
+        cushion.retry(card.step, Rows(range(length), width), split=cushion.split_batch, combine=sum)
         return list(card.seen)
 
     def test_begins_below_what_failed(self) -> None:
@@ -193,22 +205,36 @@ class Knowing(unittest.TestCase):
         self.seen(card, 8, width=10)
         self.assertEqual(self.seen(card, 4, width=40), [1, 1, 1, 1])
 
-    def test_a_success_at_that_size_is_known_too(self) -> None:
+    def test_after_giving_up_the_next_call_begins_whole(self) -> None:
+        # One row was too large, which says nothing about the next call: it might have been anybody's shortage.
         card = Card(0)
         with self.assertRaises(MemoryError):
             self.seen(card, 4)
         card.room = 100
-        # One row failed, and less there is not: it is tried, works, and the next call begins as a first one.
-        self.assertEqual(self.seen(card, 4), [1, 1, 1, 1])
         self.assertEqual(self.seen(card, 4), [4])
 
-    def test_the_smallest_that_failed(self) -> None:
-        card = Card(0)
-        for length, width in ((4, 1), (1, 10)):
-            with self.assertRaises(MemoryError):
-                self.seen(card, length, width)
+    def test_a_success_at_that_size_is_known_too(self) -> None:
+        card = Card(4)
+        self.seen(card, 8)
         card.room = 100
-        self.assertEqual(self.seen(card, 4), [1, 1, 1, 1])
+        # 8 failed, so it is not tried; but parts of 8, which are all that this split can make, work.
+        self.assertEqual(self.seen(card, 8), [4, 4])
+
+        def halves(parts: int, rows: Rows) -> Any:
+            return cushion.split_batch(2, rows)
+
+        card.seen.clear()
+        cushion.retry(card.step, Rows(range(16)), split=halves, combine=sum)
+        self.assertEqual(card.seen, [8, 8])
+        self.assertEqual(self.seen(card, 8), [8])
+
+    def test_the_smallest_that_failed(self) -> None:
+        card = Card(4)
+        self.assertEqual(self.seen(card, 8, width=10), [8, 4, 4])
+        self.assertEqual(self.seen(card, 6, width=10), [6, 3, 3])
+        # 60 elements failed, and 80 did.
+        self.assertEqual(self.seen(card, 7, width=10), [3, 4])
+        self.assertEqual(self.seen(card, 5, width=10), [5, 2, 3])
 
     def test_the_part_that_failed(self) -> None:
         card = Card(3)
@@ -255,16 +281,19 @@ class Knowing(unittest.TestCase):
             return [((name,), {}) for name in names]
 
         for _ in range(2):
-            cushion.retry(step, "ab", split=letters)
+            cushion.retry(step, "ab", split=letters, combine=list)
         self.assertEqual(seen, [2, 1, 1] * 2)
 
     def test_signatures_are_looked_at_once(self) -> None:
         card = Card(4)
-        with mock.patch.object(_retry, "_takes_share", wraps=_retry._takes_share) as looked:
-            self.seen(card, 4)
-            looked.assert_not_called()
-            self.seen(card, 8)
-            self.seen(card, 8)
+        with mock.patch.object(_adding, "_takes_share", wraps=_adding._takes_share) as looked:
+
+            @cushion.retry(split=cushion.split_batch, combine=sum)
+            def step(rows: Rows) -> int:
+                return card.step(rows)
+
+            for length in (4, 8, 8):
+                step(Rows(range(length)))
         looked.assert_called_once()
 
 

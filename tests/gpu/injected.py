@@ -30,7 +30,7 @@ def train(policy: str, steps: int, one_in: int) -> dict:
     inputs = torch.randn(64, 512, 256, device="cuda")
     wanted = inputs.square().mean(dim=-1, keepdim=True)
 
-    @cushion.retry(reset=optimizer.zero_grad, tries=10)
+    @cushion.retry(grads=model, tries=10)
     def step(number: int):
         rows = torch.randint(0, len(inputs), (16,), device="cuda")
         loss = torch.nn.functional.mse_loss(model(inputs[rows]), wanted[rows])

@@ -5,11 +5,14 @@
 //! Python finds that. Nothing in it is advice for every case: each sentence is there because it is true for this one.
 
 use std::fmt::Write as _;
-use std::time::Duration;
 
 use cushion::core::size::display;
-use cushion::core::{AllocError, Ended, Options, Policy, Receipt, Remedy, Rung, Shortage};
+use cushion::core::{
+    AllocError, Ended, Options, Policy, Receipt, Remedy, Rung, Shortage, is_in_callback,
+};
 use cushion::{GpuProcess, GpuProcesses, devices};
+
+use crate::symbols::Loaded;
 
 /// PyTorch refuses requests of this size and more in other words.
 const EXBIBYTE: u64 = 1 << 60;
@@ -17,6 +20,10 @@ const MIB: u64 = 1 << 20;
 
 /// How many groups of allocations, of processes and of remedies are named.
 const NAMED: usize = 3;
+
+/// What runs a step again in smaller parts. It is printed as it is to be written, so it has to run: whoever copies it
+/// gets the gradients of the whole batch.
+const IN_PARTS: &str = "@cushion.retry(split=cushion.split_batch, loss=\"mean\", grads=model)";
 
 /// Less than this past our own allocations is no reason to look for other processes.
 pub(crate) const WORTH_TELLING: u64 = 64 * MIB;
@@ -34,17 +41,37 @@ pub(crate) fn message(
     if shortage.requested >= EXBIBYTE {
         return format!("CUDA out of memory. Tried to allocate more than 1EB memory. {number}");
     }
+    let program = Program::of(device);
     let mut text = as_pytorch(device, shortage);
     add_what_was_tried(&mut text, shortage);
     add_verdict(&mut text, error);
     if let Some(receipt) = receipt {
         add_answers(&mut text, receipt);
-        add_holders(&mut text, receipt);
+        add_holders(&mut text, receipt, program);
     }
     add_processes(&mut text, shortage, processes);
-    add_remedies(&mut text, &remedies(shortage, &devices().options()));
+    add_remedies(&mut text, &remedies(shortage, &devices().options(), program));
     let _ = write!(text, "\n{number}");
     text
+}
+
+/// The program whose request was refused: what it is told to write has to run there.
+#[derive(Debug, Clone, Copy)]
+struct Program {
+    device: i64,
+    /// Whether its memory is PyTorch's. Simulated memory never is.
+    is_pytorch: bool,
+    /// Whether the request came from a callback for a shortage. Such a request never waits.
+    is_in_callback: bool,
+}
+
+impl Program {
+    fn of(device: i64) -> Self {
+        let is_simulated =
+            devices().get(device).is_some_and(|engine| engine.driver().is_simulated());
+        let is_pytorch = !is_simulated && Loaded::find("libc10_cuda.so").is_some();
+        Self { device, is_pytorch, is_in_callback: is_in_callback() }
+    }
 }
 
 // Writing to a string cannot fail, here and below.
@@ -129,7 +156,7 @@ fn add_answers(text: &mut String, receipt: &Receipt) {
 }
 
 /// The largest groups of live allocations, by where they were made if that is known.
-fn add_holders(text: &mut String, receipt: &Receipt) {
+fn add_holders(text: &mut String, receipt: &Receipt, program: Program) {
     if receipt.groups.is_empty() {
         return;
     }
@@ -142,7 +169,7 @@ fn add_holders(text: &mut String, receipt: &Receipt) {
             let _ = write!(text, ", made at {}", frames.join(" from "));
         }
     }
-    if receipt.groups.iter().all(|group| group.stack.is_empty()) {
+    if program.is_pytorch && receipt.groups.iter().all(|group| group.stack.is_empty()) {
         text.push_str(
             "\n  (torch.cuda.memory._record_memory_history() at the start names the lines.)",
         );
@@ -206,48 +233,55 @@ fn add_remedies(text: &mut String, remedies: &[String]) {
 }
 
 /// What would make the request fit, in a Python program's terms, the least change first.
-fn remedies(shortage: &Shortage, options: &Options) -> Vec<String> {
+fn remedies(shortage: &Shortage, options: &Options, program: Program) -> Vec<String> {
     if shortage.injected {
         return vec![
-            "This failure was made up, by CUSHION_INJECT or cushion.inject(): without that there is none."
+            "This failure was made up, by CUSHION_INJECT or cushion.inject: cushion.inject(None) ends that."
                 .to_owned(),
         ];
     }
     let mut all = Vec::new();
     let most = shortage.allowed.unwrap_or(u64::MAX).min(shortage.device_total);
-    all.extend(more_allowed(shortage));
+    let more_time = |rungs: &[Rung]| more_time(shortage, options, program, rungs);
+    all.extend(more_allowed(shortage, program));
     for remedy in shortage.remedies() {
         match remedy {
-            Remedy::Policy(Policy::Expandable) => all.push(
-                "Memory enough is cached, in pieces: cushion.install(policy=\"expandable\"), or \
-                 CUSHION_POLICY=expandable, lets it be used."
-                    .to_owned(),
-            ),
-            Remedy::Pending(bytes) => all.push(format!(
-                "{} wait for work on other streams: give it more time, {}.",
-                display(bytes),
-                longer(shortage.budget),
+            Remedy::Policy(Policy::Expandable) => all.push(format!(
+                "Memory enough is cached, in pieces: {}CUSHION_POLICY=expandable lets it be used.",
+                if program.is_pytorch { "cushion.install(policy=\"expandable\") or " } else { "" },
             )),
-            Remedy::Others(bytes) => all.push(format!(
-                "{} are held by other processes, or by this one past its allocator: end one, or wait longer for it \
-                 to end, {}.",
-                display(bytes),
-                longer(shortage.budget),
-            )),
+            Remedy::Pending(bytes) => {
+                let time = more_time(&[Rung::Events, Rung::Wait]);
+                let time = time.map(|time| format!(": give it more time, by {time}"));
+                all.push(format!(
+                    "{} wait for work on other streams{}.",
+                    display(bytes),
+                    time.unwrap_or_default(),
+                ));
+            }
+            Remedy::Others(bytes) => {
+                let time = more_time(&[Rung::Wait]);
+                let time = time.map(|time| format!(", or wait longer for it to end, by {time}"));
+                all.push(format!(
+                    "{} are held by other processes, or by this one past its allocator: end one{}.",
+                    display(bytes),
+                    time.unwrap_or_default(),
+                ));
+            }
             Remedy::OutsideCapture => all.push(
                 "Run what is captured once before the capture: outside of it, cached memory can be given back."
                     .to_owned(),
             ),
             Remedy::More(missing) if shortage.size > most => all.push(format!(
-                "This one request is {} more than {}: make it smaller, for instance by splitting the batch \
-                 (cushion.retry(step, batch, split=cushion.split_batch)).",
+                "This one request is {} more than {}: make it smaller, for instance by {}.",
                 display(missing),
                 if most < shortage.device_total { "this process is allowed" } else { "this GPU has" },
+                in_parts(program, "running the step"),
             )),
             Remedy::More(missing) => all.push(format!(
-                "{} more would be enough: a smaller batch, or the same one in parts \
-                 (cushion.retry(step, batch, split=cushion.split_batch)).",
+                "{} more would be enough: a smaller batch, or {}.",
                 display(missing),
+                in_parts(program, "the step"),
             )),
             _ => {}
         }
@@ -257,26 +291,62 @@ fn remedies(shortage: &Shortage, options: &Options) -> Vec<String> {
     all
 }
 
-/// Four times as long, and a minute at least.
-fn longer(budget: Duration) -> String {
-    let now = budget.as_millis();
+/// How a step is run in parts.
+fn in_parts(program: Program, step: &str) -> String {
+    if program.is_pytorch {
+        format!(
+            "{step} in smaller parts with the same gradients: {IN_PARTS}, for a loss that is a mean \
+             (docs/retry.md)"
+        )
+    } else {
+        format!("{step} in smaller parts (docs/retry.md)")
+    }
+}
+
+/// How a request gets more time to wait on one of these rungs: four times as much, and a minute at least. Nothing where
+/// more time would not help, because it may not wait there.
+fn more_time(
+    shortage: &Shortage,
+    options: &Options,
+    program: Program,
+    rungs: &[Rung],
+) -> Option<String> {
+    let may_wait = |rung: &Rung| {
+        let mut tried = shortage.tried.iter().filter(|tried| tried.rung == *rung);
+        !tried.any(|tried| matches!(tried.ended, Ended::Off | Ended::Illegal))
+    };
+    if program.is_in_callback || !rungs.iter().any(may_wait) {
+        return None;
+    }
+    let now = shortage.budget.as_millis();
     let longer = now.saturating_mul(4).max(60_000);
-    format!("CUSHION_WAIT_MS={longer} or cushion.budget(ms={longer}); this one had {now} ms")
+    // The limit of all requests together holds for a block with a budget of its own, too.
+    let total =
+        if options.wait_total_ms.is_some() { "CUSHION_WAIT_TOTAL_MS=unlimited and " } else { "" };
+    Some(format!(
+        "{total}CUSHION_WAIT_MS={longer} or `with cushion.budget(ms={longer}):`; this one had {now} ms"
+    ))
 }
 
 /// The limit is what is in the way, and the device has more.
-fn more_allowed(shortage: &Shortage) -> Option<String> {
+fn more_allowed(shortage: &Shortage, program: Program) -> Option<String> {
     let allowed = shortage.allowed?;
     let needed = shortage.reserved.saturating_add(shortage.wanted);
     let on_device = shortage.device_free.unwrap_or(0).saturating_add(shortage.reserved);
     if shortage.wanted <= allowed.saturating_sub(shortage.reserved) || needed > on_device {
         return None;
     }
+    let fraction = rounded_up(needed, shortage.device_total);
+    let device = program.device;
+    let set = if program.is_pytorch {
+        format!("torch.cuda.set_per_process_memory_fraction({fraction:.2}, {device})")
+    } else {
+        format!("CUSHION_PER_PROCESS_MEMORY_FRACTION={fraction:.2}")
+    };
     Some(format!(
-        "This process is allowed {} of {}: torch.cuda.set_per_process_memory_fraction({:.2}) would be enough.",
+        "This process is allowed {} of {}: {set} would be enough.",
         display(allowed),
         display(shortage.device_total),
-        rounded_up(needed, shortage.device_total),
     ))
 }
 
@@ -291,7 +361,7 @@ fn rungs_left_out(shortage: &Shortage) -> Option<String> {
     let names: Vec<_> = shortage.tried.iter().filter(off).map(|tried| tried.rung.name()).collect();
     (!names.is_empty()).then(|| {
         format!(
-            "Left out by skip_rungs or cushion.budget(skip=…), and maybe enough: {}.",
+            "Left out by skip_rungs or by skip of cushion.budget, and maybe enough: {}.",
             names.join(", ")
         )
     })

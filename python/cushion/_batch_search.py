@@ -1,0 +1,266 @@
+"""Which batch size `cushion.find_batch_size` tries next.
+
+Doubling and bisection alone find the largest size that fits. Memory is nearly linear in the batch size, so figures of
+the sizes tried so far say where it is. `Figures` predicts it from them. `Search` tries the prediction where that costs
+at most two probes more than doubling and bisection, whatever the memory of the step really looks like."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from typing import Any, NamedTuple
+
+from . import _cushion, _install, _receipts, _tensors
+
+# How many probes a search may take more than doubling and bisection, because predictions were wrong.
+MOST_WASTED = 2
+# A prediction from small sizes may be far off, and a step of a wrong size may need more time or host memory than there
+# is: sizes grow by this factor at most.
+LARGEST_JUMP = 16
+# No batch is so large: the step does not do more work for a larger one.
+LARGEST = 1 << 40
+
+
+# ---- the bracket ----
+
+
+class Search:
+    """The largest number from 1 on that fits, found by trying.
+
+    Doubling and bisection would try `start`, twice as many, and so on, and then the middle between the largest that
+    fits and the smallest that does not. What they would have tried by now is followed beside what was tried: so it is
+    known how many probes the guesses have saved or wasted."""
+
+    def __init__(self, start: int, limit: int | None) -> None:
+        self.limit = limit
+        #: the largest that fits; 0 if none is known
+        self.fits = 0
+        #: the smallest that does not fit
+        self.fails: int | None = None
+        self._plain = _Plain(start if limit is None else min(start, limit), limit)
+        self._tried = 0
+        # How often the guess was at the edge of what is known, and wrong: each time it is moved twice as far.
+        self._wrong = 0
+        # 1 if the guess being tried is that no more fit, -1 if it is that all below the smallest that fails fit.
+        self._edge = 0
+
+    @property
+    def is_done(self) -> bool:
+        return self.fits == self.limit or (self.fails is not None and self.fails - self.fits == 1)
+
+    def next(self, guess: int | None) -> int:
+        """What to try.
+
+        :param guess: the largest that is thought to fit
+        """
+        plain = self._plain.follow(self.fits, self.fails)
+        knows_nothing = self.fits == 0 and self.fails is None
+        if guess is None or knows_nothing or self._tried + 1 - self._plain.probes > MOST_WASTED:
+            return plain
+        if self.fits == 0:
+            # A size that failed would have needed more in the end: all that fit are smaller than the guess.
+            guess = min(guess, plain)
+        elif guess <= self.fits:
+            guess, self._edge = self.fits + (1 << self._wrong), 1
+        elif self.fails is not None and guess >= self.fails - 1:
+            guess, self._edge = self.fails - (1 << self._wrong), -1
+        top = self.fails - 1 if self.fails is not None else self.limit
+        if self.fits > 0:
+            jump = LARGEST_JUMP * self.fits
+            top = jump if top is None else min(top, jump)
+        return max(guess if top is None else min(guess, top), self.fits + 1)
+
+    def tell(self, size: int, fits: bool) -> None:
+        """How the try of a size ended; the size lies between the two that are known."""
+        self._tried += 1
+        self._wrong = self._wrong + 1 if self._edge == (1 if fits else -1) else 0
+        self._edge = 0
+        if fits:
+            self.fits = size
+        else:
+            self.fails = size
+
+
+class _Plain:
+    """Doubling and bisection, which learn from what others try."""
+
+    def __init__(self, start: int, limit: int | None) -> None:
+        self._start, self._limit = start, limit
+        self._fits, self._fails = 0, 0
+        #: how many probes they would have taken so far
+        self.probes = 0
+
+    def follow(self, fits: int, fails: int | None) -> int:
+        """Goes on as far as is known; returns the first size that has to be tried."""
+        while True:
+            size = self._next()
+            if size <= fits:
+                self._fits = size
+            elif fails is not None and size >= fails:
+                self._fails = size
+            else:
+                return size
+            self.probes += 1
+
+    def _next(self) -> int:
+        if self._fails > 0:
+            return (self._fits + self._fails) // 2
+        size = 2 * self._fits or self._start
+        return size if self._limit is None else min(size, self._limit)
+
+
+# ---- the figures ----
+
+
+class Use(NamedTuple):
+    """Memory of one device, in bytes."""
+
+    live: int
+    #: the most that was live since `begin`
+    peak: int
+
+
+class Figures:
+    """What the tries of a step have needed on each device, and how much there is."""
+
+    def __init__(self) -> None:
+        self._before: dict[int, Use] = {}
+        # The size and the bytes of each try, by device.
+        self._fitted: dict[int, list[tuple[int, int]]] = {}
+        self._refused: dict[int, list[tuple[int, int]]] = {}
+        self._room: dict[int, int] = {}
+        #: the most that the last size that fitted needed on a device
+        self.peak = 0
+
+    def begin(self, reset_peaks: bool = True) -> None:
+        """A try begins."""
+        self._before = uses(reset_peaks)
+
+    def fitted(self, size: int) -> None:
+        """The try of a size has gone well."""
+        self.peak = 0
+        for device, use in uses().items():
+            self._fitted.setdefault(device, []).append((size, use.peak))
+            self.peak = max(self.peak, use.peak)
+
+    def refused(self, size: int, error: BaseException) -> None:
+        """The try of a size has ended with an error, whose frames still hold what it had."""
+        found = _needed(error)
+        if found is not None:
+            device, needed = found
+            self._refused.setdefault(device, []).append((size, needed))
+
+    def look_at_room(self) -> None:
+        """Reads how much each device has for this process. Nothing of the try is held any more."""
+        for device in {*self._fitted, *self._refused}:
+            room = room_of(device)
+            if room is not None:
+                self._room[device] = room
+
+    def largest(self) -> int | None:
+        """The largest size that fits, as far as the figures tell."""
+        each = [self._largest_on(device) for device in self._room]
+        return min((size for size in each if size is not None), default=None)
+
+    def _largest_on(self, device: int) -> int | None:
+        before = self._before[device].live if device in self._before else 0
+        fitted = sorted(self._fitted.get(device, ()))
+        refused = sorted(self._refused.get(device, ()))
+        # What was refused is more than there is room for, whatever the driver says of the rest: it is in pieces.
+        room = min([self._room[device], *(needed - 1 for _, needed in refused)])
+        room = max([room, *(peak for _, peak in fitted)])
+        small, large = ([(0, before)] * 2 + fitted)[-2:]
+        predicted = _reached(room, small, large)
+        if refused and (predicted is None or predicted >= refused[0][0]):
+            # Memory grows faster than it did before, or nothing has fitted yet.
+            predicted = _reached(room, large, refused[0])
+        return predicted
+
+
+def _reached(room: int, low: tuple[int, int], high: tuple[int, int]) -> int | None:
+    """The size at which a line through two points reaches the room."""
+    (size, needed), (larger, needed_more) = low, high
+    if larger <= size or needed_more <= needed:
+        return None
+    return size + (room - needed) * (larger - size) // (needed_more - needed)
+
+
+# The texts of PyTorch's own allocator and of Cushion's.
+_REQUEST = re.compile(r"Tried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)\. GPU (\d+) ")
+_UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+
+
+def _needed(error: BaseException) -> tuple[int, int] | None:
+    """The device that was short, and the bytes that would have been live there; nothing if the error does not tell."""
+    receipt = _receipts.receipt_of(error)
+    if receipt is not None:
+        # One that was made up tells nothing of what there is.
+        shortage = receipt.as_dict()["shortage"]
+        return None if receipt.injected else (receipt.device, shortage["allocated"] + receipt.requested)
+    found = _REQUEST.search(str(error))
+    if found is None:
+        return None
+    device = int(found[3])
+    use = uses().get(device)
+    return None if use is None else (device, use.live + int(float(found[1]) * _UNITS[found[2]]))
+
+
+# ---- where the figures come from ----
+
+
+def uses(reset_peaks: bool = False) -> dict[int, Use]:
+    """Memory of the devices of this process that are in use."""
+    torch = _tensors.torch_in_use()
+    if torch is None:
+        found = {}
+        for device in _cushion.devices_in_use():
+            if reset_peaks:
+                _cushion.reset_peak_memory_stats(device)
+            counted = _cushion.memory_stats(device)["allocated_bytes"]["all"]
+            found[device] = Use(counted["current"], counted["peak"])
+        return found
+    try:
+        return {device: _use_of_torch(torch, device, reset_peaks) for device in range(torch.cuda.device_count())}
+    except RuntimeError:
+        # Another pluggable allocator, without figures.
+        return {}
+
+
+def _use_of_torch(torch: Any, device: int, reset_peaks: bool) -> Use:
+    if reset_peaks:
+        torch.cuda.reset_peak_memory_stats(device)
+    return Use(torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device))
+
+
+def room_of(device: int) -> int | None:
+    """How many bytes of a device this process can have at most, those that it has included; nothing if no memory of it
+    is in use."""
+    torch = _tensors.torch_in_use()
+    if torch is not None and torch.cuda.max_memory_allocated(device) == 0:
+        # To ask the driver would take memory there.
+        return None
+    free, reserved, _ = memory_of(device)
+    return free + reserved
+
+
+def memory_of(device: int) -> tuple[int, int, int]:
+    """What this process can still have of a device, what it has reserved, and the size of the device, in bytes."""
+    torch = _tensors.torch_in_use()
+    if torch is None:
+        free, total = _cushion.memory_info(device)
+        reserved = _cushion.memory_stats(device)["reserved_bytes"]["all"]["current"]
+    else:
+        free, total = torch.cuda.mem_get_info(device)
+        reserved = 0
+        with contextlib.suppress(RuntimeError):
+            # Another pluggable allocator has no figures.
+            reserved = torch.cuda.memory_reserved(device)
+    allowed = int(_fraction(torch, device) * total)
+    return max(0, min(int(free), allowed - int(reserved))), int(reserved), int(total)
+
+
+def _fraction(torch: Any, device: int) -> float:
+    if torch is None or _install.is_installed():
+        return _cushion.memory_fraction(device)
+    read = getattr(torch.cuda, "get_per_process_memory_fraction", None)
+    return 1.0 if read is None else float(read(device))

@@ -1,0 +1,310 @@
+"""Every piece of code that a page, a docstring or a message shows is run: `snippets.py` says where they are, and what
+has to be there before."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import re
+import unittest
+from collections.abc import Callable
+from typing import Any
+
+import snippets
+import support
+from simulated import Simulated
+from snippets import Block
+from support import MIB
+
+
+def _test(program: list[Block]) -> Any:
+    def test(self: support.ProcessCase) -> None:
+        snippets.run(program)
+
+    test.__doc__ = str(program[0])
+    return support.process(timeout=180, STANDIN_CAPACITY=str(64 * support.GIB))(test)
+
+
+def _tests(programs: dict[str, list[Block]]) -> dict[str, Any]:
+    return {"test_" + re.sub(r"\W", "_", name): _test(program) for name, program in programs.items()}
+
+
+def _of_pages() -> dict[str, list[Block]]:
+    """The programs of each page, by the page and, where it has several, by their first lines."""
+    found = {}
+    for page in snippets.PAGES:
+        for number, program in enumerate(snippets.programs(page)):
+            found[page.stem if number == 0 else f"{page.stem} from line {program[0].line}"] = program
+    return found
+
+
+Pages = type("Pages", (support.TorchCase,), _tests(_of_pages()))
+Docstrings = type("Docstrings", (support.TorchCase,), _tests({str(it[0].setup): it for it in snippets.docstrings()}))
+
+
+class NotRun(unittest.TestCase):
+    def test_blocks_that_are_not_run_are_python(self) -> None:
+        for block in (block for page in snippets.PAGES for block in snippets.blocks(page)):
+            if block.language == "python" and block.not_run is not None:
+                with self.subTest(str(block)):
+                    snippets.compiled(block)
+                    self.skipTest(block.not_run or "it does not say why")
+
+    def test_comments_are_for_blocks(self) -> None:
+        """A comment that is misspelt, or stands above something else, would change nothing."""
+        for page in snippets.PAGES:
+            blocks = snippets.blocks(page)
+            meant = [it for it in blocks if it.setup is not None or it.not_run is not None or it.begins_program]
+            with self.subTest(page.name):
+                self.assertEqual([str(it) for it in meant if it.language != "python"], [])
+                count = len(re.findall(r"<!-- *(?:setup|not run|another)", page.read_text()))
+                self.assertEqual(
+                    count,
+                    sum((it.setup, it.not_run) != (None, None) for it in meant)
+                    + sum(it.begins_program for it in meant),
+                )
+
+
+# ---- messages ----
+
+
+class Messages(support.TorchCase):
+    """Refusals of every kind over the stand-in, with a card of 1024 units. What their messages tell people to write
+    runs."""
+
+    UNIT = 16 * MIB
+    changes = {"STANDIN_CAPACITY": str(1024 * UNIT)}
+
+    def empty(self, units: int) -> Any:
+        import torch
+
+        return torch.empty(units * self.UNIT, dtype=torch.uint8, device="cuda")
+
+    def refused(self, units: int) -> str:
+        import torch
+
+        with self.assertRaises(torch.cuda.OutOfMemoryError) as raised:
+            self.empty(units)
+        return str(raised.exception)
+
+    def test_what_they_tell_people_to_write(self) -> None:
+        torch = self.install(wait_ms=0)
+        texts = [
+            self.more_is_allowed(torch),
+            self.memory_is_missing(),
+            self.memory_is_in_pieces(),
+            self.other_streams_are_at_work(torch),
+            self.another_program_is_there(),
+            self.refused(2048),
+            self.made_up(),
+            self.a_rung_is_left_out(),
+            self.inside_a_capture(torch),
+        ]
+        for page in (it for page in snippets.PAGES for it in snippets.blocks(page)):
+            if page.code.startswith("CUDA out of memory."):
+                texts.append(page.code)
+        found = {piece for text in texts for piece in snippets.pieces(text)}
+        names: dict[str, Any] = {"cushion": importlib.import_module("cushion"), "torch": torch}
+        for piece in sorted(found, key=str):
+            with self.subTest(piece.code):
+                piece.run(names)
+        told = {piece.shape for piece in found if piece.kind not in ("name", "variable", "page")}
+        self.assertEqual(told, snippets.TOLD_WITH_TORCH)
+
+    def more_is_allowed(self, torch: Any) -> str:
+        torch.cuda.set_per_process_memory_fraction(0.5)
+        kept = self.empty(400)
+        text = self.refused(200)
+        torch.cuda.set_per_process_memory_fraction(1.0)
+        del kept
+        torch.cuda.empty_cache()
+        return text
+
+    def memory_is_missing(self) -> str:
+        kept = self.empty(900)
+        text = self.refused(500)
+        del kept
+        return text
+
+    def memory_is_in_pieces(self) -> str:
+        """The memory of one large tensor, cut into pieces, of which every second one is free."""
+        self.empty(900)
+        kept = [self.empty(90) for _ in range(10)]
+        del kept[::2]
+        text = self.refused(300)
+        del kept
+        importlib.import_module("torch").cuda.empty_cache()
+        return text
+
+    def other_streams_are_at_work(self, torch: Any) -> str:
+        standin, side = support.Standin(), torch.cuda.Stream()
+        self.install(conf="wait_total_ms:5000")
+        kept = self.empty(900)
+        standin.launch(side.cuda_stream)
+        kept.record_stream(side)
+        del kept
+        text = self.refused(500)
+        # Nothing waits in a callback, so that more time would not help there.
+        in_callback: list[str] = []
+        cushion = importlib.import_module("cushion")
+        callback = cushion.on_shortage(lambda *_: in_callback.append(self.refused(400)))
+        self.refused(500)
+        cushion.remove_callback(callback)
+        self.assertIn("14.06 GiB wait for work on other streams.", in_callback[0])
+        # Nor would it where the rungs that wait are left out.
+        with cushion.budget(skip=["events", "wait"]):
+            self.assertIn("14.06 GiB wait for work on other streams.", self.refused(500))
+        standin.finish_all()
+        self.install(conf="wait_total_ms:unlimited")
+        torch.cuda.empty_cache()
+        return text
+
+    def another_program_is_there(self) -> str:
+        support.Standin().tenant(900 * self.UNIT)
+        text = self.refused(500)
+        support.Standin().tenant(0)
+        self.assertIn("end one, or wait longer for it to end, by CUSHION_WAIT_MS=", text)
+        return text
+
+    def made_up(self) -> str:
+        with importlib.import_module("cushion").inject("nth=1"):
+            return self.refused(1)
+
+    def a_rung_is_left_out(self) -> str:
+        kept = self.empty(900)
+        with importlib.import_module("cushion").budget(skip="callbacks"):
+            text = self.refused(500)
+        self.assertIn("maybe enough: callbacks.", text)
+        del kept
+        return text
+
+    def inside_a_capture(self, torch: Any) -> str:
+        kept = self.empty(900)
+        with self.assertRaises(torch.cuda.OutOfMemoryError) as raised, torch.cuda.graph(torch.cuda.CUDAGraph()):
+            self.empty(500)
+        self.assertIn("Run what is captured once before", str(raised.exception))
+        del kept
+        return str(raised.exception)
+
+
+class MessagesWithoutTorch(Simulated):
+    """On simulated devices nothing of PyTorch's can be called, and `cushion.install()` refuses."""
+
+    def test_what_they_tell_people_to_write(self) -> None:
+        conf = "per_process_memory_fraction:0.5,paged:False"
+        self.engine.start(self.engine.gather_settings({}, conf=conf))
+        texts = []
+        kept = self.engine.allocate(400 * MIB)
+        texts.append(str(self.refused(200 * MIB)))
+        self.engine.deallocate(kept)
+        whole = self.engine.allocate(450 * MIB)
+        self.engine.deallocate(whole)
+        kept = [self.engine.allocate(45 * MIB) for _ in range(10)]
+        for address in kept[::2]:
+            self.engine.deallocate(address)
+        texts.append(str(self.refused(150 * MIB)))
+        with self.cushion.inject("nth=1"):
+            texts.append(str(self.refused(MIB)))
+        found = {piece for text in texts for piece in snippets.pieces(text)}
+        for piece in sorted(found, key=str):
+            with self.subTest(piece.code):
+                piece.run({"cushion": self.cushion})
+        told = {piece.shape for piece in found if piece.kind not in ("name", "variable", "page")}
+        self.assertEqual(told, snippets.TOLD_WITHOUT_TORCH)
+
+
+class Refusals(support.TorchCase):
+    """What `cushion.retry` refuses, it says how to mend: each option that an error names is accepted."""
+
+    def setUp(self) -> None:
+        import torch
+
+        import cushion
+
+        self.names = {**snippets.training(), "torch": torch, "cushion": cushion}
+        self.torch, self.retry = torch, cushion.retry
+        self.split = {"split": cushion.split_batch}
+
+    def step(self, inputs: Any, targets: Any) -> Any:
+        loss = self.names["loss_function"](self.names["model"](inputs), targets)
+        loss.backward()
+        return loss.detach()
+
+    def named(self, call: Callable[..., Any], **given: Any) -> set[str]:
+        """The options that the error of a call names. With each of them the call is done."""
+        with self.assertRaises((TypeError, ValueError)) as raised:
+            call(**given)
+        named = snippets.options(str(raised.exception))
+        for option in named:
+            with self.subTest(option):
+                call(**{**given, **eval(f"dict({option})", self.names)})
+        return set(named)
+
+    def test_how_parts_add_up(self) -> None:
+        named = self.named(lambda **given: self.retry(**given)(self.step), **self.split)
+        weight = "weight=lambda inputs, targets: (targets != -100).sum()"
+        self.assertEqual(named, {'loss="mean"', 'loss="sum"', weight, "combine=torch.cat"})
+
+    def test_whose_gradients(self) -> None:
+        inputs, targets = self.names["inputs"], self.names["targets"]
+        named = self.named(lambda **given: self.retry(self.step, inputs, targets, **given), **self.split, loss="mean")
+        self.assertEqual(named, {"grads=model", "grads=optimizer", "grads=()"})
+
+    def test_layers_that_see_the_whole_batch(self) -> None:
+        model = self.torch.nn.Sequential(self.torch.nn.BatchNorm1d(3), self.names["model"].layer)
+        self.names.update(model=model, loss_function=lambda outputs, targets: (outputs - targets).square().mean())
+        inputs, targets = self.names["inputs"], self.names["targets"]
+        given = {**self.split, "loss": "mean", "grads": model}
+        named = self.named(lambda **given: self.retry(self.step, inputs, targets, **given), **given)
+        self.assertEqual(named, {"inexact=True"})
+
+    def test_a_square_that_may_be_a_mask(self) -> None:
+        def step(inputs: Any, mask: Any) -> Any:
+            return inputs
+
+        def call(**given: Any) -> Any:
+            return self.retry(step, self.names["inputs"], self.torch.ones(7, 7), **given)
+
+        named = self.named(call, **self.split, combine=self.torch.cat)
+        self.assertEqual(named, {f'split=cushion.split_batch.{how}("mask")' for how in ("rows", "whole")})
+
+    def test_a_list_that_may_be_samples(self) -> None:
+        images = [self.torch.zeros(3, size, size) for size in (4, 5)]
+        call = functools.partial(self.retry, lambda images: images, images)
+        named = self.named(call, **self.split, combine=lambda lists: sum(lists, []))
+        self.assertIn("split=cushion.split_batch.samples", named)
+
+
+class Names(support.TorchCase):
+    def test_names_in_texts_are_there(self) -> None:
+        """In errors, warnings, docstrings and sentences of pages, which are no programs that could be run."""
+        count = 0
+        for where, text in (*snippets.texts_of_packages(), *snippets.texts_of_pages()):
+            with self.subTest(where):
+                snippets.check_names(text)
+            count += 1
+        self.assertGreater(count, 500)
+
+    def test_variables_in_texts_are_there(self) -> None:
+        options = (support.ROOT / "docs" / "options.md").read_text()
+        # The last one is for `cushion run` alone.
+        known = {*re.findall(r"\| `(CUSHION_[A-Z_0-9]+)` \|", options), "CUSHION_REQUIRED"}
+        for where, text in (*snippets.texts_of_packages(), *snippets.texts_of_pages()):
+            named = set(re.findall(r"\bCUSHION_[A-Z_0-9]+\b", text))
+            with self.subTest(where):
+                self.assertEqual(named - known, set())
+
+
+class Sources(unittest.TestCase):
+    def test_every_piece_in_the_source_of_messages_is_known(self) -> None:
+        """The tests above see all there is: what is in the source of the messages is in one that they have seen."""
+        source = (support.ROOT / "crates" / "cushion-torch" / "src" / "message.rs").read_text()
+        texts = re.findall(r'"((?:[^"\\]|\\[\s\S])*)"', re.sub(r"^\s*//.*$", "", source, flags=re.MULTILINE))
+        shown = re.compile(r"(?:\bcushion|\btorch)(?:\.\w+)+\(|\bCUSHION_[A-Z_]+=")
+        in_source = {it for text in texts for it in shown.findall(text)}
+        told = {it for text in snippets.TOLD_WITH_TORCH | snippets.TOLD_WITHOUT_TORCH for it in shown.findall(text)}
+        self.assertEqual(in_source, told)
+
+
+if __name__ == "__main__":
+    unittest.main()
