@@ -21,7 +21,6 @@ _METHODS = (
     + ("allreduce", "allreduce_coalesced", "alltoall", "alltoall_base", "barrier", "broadcast", "gather", "reduce")
     + ("reduce_scatter", "reduce_scatter_tensor_coalesced", "scatter")
 )
-_COALESCED = "_broadcast_coalesced"
 
 
 class LeftStep(RuntimeError):
@@ -116,9 +115,6 @@ def join(note: dict[str, Any]) -> bool:
         return False
     arguments, keywords = _rebuild(torch, note["arguments"])
     _as_this_rank(torch, group, note["method"], arguments)
-    if note["method"] == _COALESCED:
-        _originals[_COALESCED](group, *arguments, **keywords)
-        return True
     work = _originals[note["method"]](group, *arguments, **keywords)
     if work is not None:
         work.wait()
@@ -208,10 +204,7 @@ def _patch() -> None:
             if hasattr(dist.ProcessGroup, name):
                 found[name] = getattr(dist.ProcessGroup, name)
                 setattr(dist.ProcessGroup, name, _noting(name, found[name]))
-        # DDP broadcasts the buffers of its module with this one.
-        found[_COALESCED] = dist._broadcast_coalesced
-
-        dist._broadcast_coalesced = _noting(_COALESCED, found[_COALESCED])
+        dist._broadcast_coalesced = _one_by_one(dist._broadcast_coalesced)
         _originals.update(found)
 
 
@@ -229,3 +222,28 @@ def _noting(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
 
     noting.__name__, noting.__doc__ = name, original.__doc__
     return noting
+
+
+def _one_by_one(original: Callable[..., Any]) -> Callable[..., Any]:
+    """DDP broadcasts the buffers of its module in C++, by several collectives in one call, and a rank may fail between
+    them. While a step runs they are begun here, one for each type of tensor."""
+
+    def broadcast_coalesced(group: Any, tensors: Any, buffer_size: int, src: int = 0) -> Any:
+        if not _open_boards:
+            return original(group, tensors, buffer_size, src)
+        torch = sys.modules["torch"]
+        alike: dict[Any, list[Any]] = {}
+        for tensor in tensors:
+            alike.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+        options = torch.distributed.BroadcastOptions()
+        options.rootRank, options.rootTensor = src, 0
+        for same in alike.values():
+            flat = torch.cat([tensor.reshape(-1) for tensor in same])
+            group.broadcast([flat], options).wait()
+            if group.rank() != src:
+                pieces = flat.split([tensor.numel() for tensor in same])
+                for tensor, piece in zip(same, pieces):
+                    tensor.copy_(piece.view_as(tensor))
+        return None
+
+    return broadcast_coalesced

@@ -88,7 +88,7 @@ class Guard:
             if tensor is not None:
                 _restore(tensor)
                 # Only C++ may have had it, which it then owned.
-                tensor._fix_weakref()
+                getattr(tensor, "_fix_weakref", bool)()
 
     def has(self, tensor: Any) -> bool:
         """Whether it is this one that guards a tensor."""

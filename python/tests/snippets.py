@@ -20,8 +20,10 @@ from __future__ import annotations
 import ast
 import asyncio
 import contextlib
+import dataclasses
 import importlib
 import inspect
+import itertools
 import os
 import re
 import tempfile
@@ -678,7 +680,7 @@ TOLD_WITHOUT_TORCH = {
 }
 
 
-_OPTION = re.compile(r"(?<![\w.])(?:split|loss|weight|combine|grads|inexact|group|local)=(?=\S)")
+_OPTION = re.compile(r"(?<![\w.])(?:split|loss|weight|combine|grads|inexact|group|local)=(?=[^\s,:])")
 _ENDS = re.compile(r"[,;:.]? |[,;.]?\n|[,;.]?$")
 
 
@@ -688,7 +690,8 @@ def options(text: str) -> list[str]:
     text = re.sub(r"(?<= )(\.\w+\(\"\w+\"\))", r"split=cushion.split_batch\1", text)
     found = []
     for option in _OPTION.finditer(text):
-        line = text[option.start() :].split("\n")[0].split("  ")[0]
+        # These words are the sentence's, not Python's.
+        line = re.split(r"\n|  | or | and | if ", text[option.start() :])[0]
         whole = [line[: end.start()] for end in _ENDS.finditer(line) if _is_option(line[: end.start()])]
         check(bool(whole), f"this is no option: {line!r}")
         found.append(whole[-1])
@@ -701,6 +704,29 @@ def _is_option(text: str) -> bool:
     except SyntaxError:
         return False
     return isinstance(found, ast.Call) and len(found.keywords) == 1 and not found.args
+
+
+# ---- commands ----
+
+
+def commands() -> list[Block]:
+    """The lines of blocks of no language that start `cushion`, or Python with a variable of Cushion's: one block each.
+    What follows on lines that are indented belongs to it."""
+    found = []
+    for block in (block for page in PAGES for block in blocks(page) if block.language in ("", "sh", "bash")):
+        lines = block.code.splitlines()
+        for number, line in enumerate(lines):
+            if re.match(r"(?:\$ )?(?:CUSHION_\w+=\S+ )*(?:cushion|python) \w", line) is None:
+                continue
+            more = itertools.takewhile(lambda it: it.startswith("  "), lines[number + 1 :])
+            code = " ".join(re.sub(r"\s+# .*", "", it).strip() for it in (line, *more))
+            found.append(dataclasses.replace(block, line=block.line + number, code=code.removeprefix("$ ")))
+    return found
+
+
+def is_synopsis(command: str) -> bool:
+    """Whether it only says what a command takes."""
+    return re.search(r"\[-|\bTRACE\b", command) is not None
 
 
 # ---- names in texts ----

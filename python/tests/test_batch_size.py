@@ -985,6 +985,27 @@ def _distributed_search(rank: int, world: int, kind: str, largest: list[int]) ->
     return results
 
 
+def _simulated_search(rank: int, world: int) -> list[Any]:
+    """Ranks whose devices have other sizes, and whose steps need other amounts: each would try something else."""
+    import torch
+
+    from cushion import _cushion
+
+    cushion.simulate(["1GiB", "600MiB"][rank])
+    results = []
+    for each in ([3 * MIB, 1 * MIB], [1 * MIB, 3 * MIB]):
+        tried = []
+
+        def step(batch_size: int) -> None:
+            tried.append(batch_size)
+            address = _cushion.allocate((rank * 100 * MIB) + batch_size * each[rank])
+            torch.distributed.all_reduce(torch.ones(1))
+            _cushion.deallocate(address)
+
+        results.append([cushion.find_batch_size(step, 8, grads=(), group="world", timeout=20), tried])
+    return results
+
+
 def _odd_ends(rank: int, world: int) -> dict[str, str]:
     """What goes wrong on ranks, each in the same order on every rank."""
     import torch
@@ -1083,6 +1104,13 @@ class Together(TorchCase):
                 self.assertEqual((found, clean), (min(largest), True))
                 self.assertLessEqual({found, found + 1}, set(tried))
             self.assertEqual(first[-1], [1.0, True])
+
+    def test_the_rank_with_the_least_room_leads(self) -> None:
+        first, second = ranks.run(2, _simulated_search)
+        self.assertEqual(first, second)
+        for (found, tried), largest in zip(first, (1024 // 3, 500 // 3)):
+            self.assertEqual(found, largest)
+            self.assertLessEqual(len(tried), 6, tried)
 
     def test_what_goes_wrong_is_told_on_every_rank(self) -> None:
         first, second = ranks.run(2, _odd_ends)

@@ -6,10 +6,10 @@ whole is run again, and within 1e-12 in float64 where parts of it are added up."
 
 from __future__ import annotations
 
-import contextlib
+import gc
 import logging
 import unittest
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import support  # puts the package under test on the path
@@ -26,6 +26,12 @@ MICRO_BATCHES = 3
 class TableCase(ExactCase):
     def setUp(self) -> None:
         super().setUp()
+        self.mode = make_mode(self.out_of_memory)
+        with self.mode:
+            self.torch.ones(2).sum()
+        # What the first use of the mode has imported: each failed try would look through it.
+        gc.collect()
+        gc.freeze()
         # One line for each of thousands of failures.
         logging.getLogger("cushion").setLevel(logging.ERROR)
         torch = self.torch
@@ -126,13 +132,13 @@ class TableCase(ExactCase):
         if loss_kind == "several terms":
             # Only this one takes its share.
             def step(inputs: Any, labels: Any, targets: Any, masks: Any, share: float = 1.0) -> Any:
-                with self.watched():
+                with self.mode:
                     return backward(loss_of(inputs, labels, targets, masks, share=share))
 
             return step
 
         def plain(inputs: Any, labels: Any, targets: Any, masks: Any) -> Any:
-            with self.watched():
+            with self.mode:
                 return backward(loss_of(inputs, labels, targets, masks))
 
         return plain
@@ -142,30 +148,26 @@ class TableCase(ExactCase):
 
     # ---- failures ----
 
-    @contextlib.contextmanager
-    def watched(self) -> Iterator[None]:
-        with self.mode:
-            yield
-
     def fail_at(self, *operations: int) -> None:
         """From now on these operations of steps fail, counted from 0 over all tries."""
-        from torch.utils._python_dispatch import TorchDispatchMode
+        self.mode.seen, self.mode.failing = 0, operations
 
-        test = self
 
-        class Mode(TorchDispatchMode):  # type: ignore[misc]
-            seen = 0
+def make_mode(out_of_memory: Callable[[], Exception]) -> Any:
+    """What sees the operations of steps, and makes them fail."""
+    from torch.utils._python_dispatch import TorchDispatchMode
 
-            def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-                Mode.seen += 1
-                if Mode.seen - 1 in operations:
-                    raise test.out_of_memory()
-                return function(*args, **(kwargs or {}))
+    class Mode(TorchDispatchMode):  # type: ignore[misc]
+        seen = 0
+        failing: tuple[int, ...] = ()
 
-        self.mode: Any = Mode()
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.seen += 1
+            if self.seen - 1 in self.failing:
+                raise out_of_memory()
+            return function(*args, **(kwargs or {}))
 
-    def operations(self) -> int:
-        return int(self.mode.seen)
+    return Mode()
 
 
 class Whole(TableCase):
@@ -187,7 +189,7 @@ class Whole(TableCase):
         self.fail_at()
         losses = [step(*batch) for batch in batches]
         expected = state()
-        number = self.operations()
+        number = self.mode.seen
         self.assertGreater(number, 15)
         before = cushion.retry_stats()["retried"]
         for at in range(number):
@@ -212,7 +214,7 @@ class InParts(TableCase):
         self.fail_at()
         losses = [step(*batch) for batch in batches]
         expected = self.gradients(net)
-        number = self.operations() // len(batches)
+        number = self.mode.seen // len(batches)
         retried = cushion.retry(split=cushion.split_batch, grads=net, **self.adding(loss_kind))(step)
 
         def run(*operations: int) -> None:

@@ -4,10 +4,17 @@ has to be there before."""
 from __future__ import annotations
 
 import functools
+import gzip
 import importlib
+import os
 import re
+import shlex
+import subprocess
+import sys
+import tempfile
 import unittest
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import snippets
@@ -273,6 +280,73 @@ class Refusals(support.TorchCase):
         call = functools.partial(self.retry, lambda images: images, images)
         named = self.named(call, **self.split, combine=lambda lists: sum(lists, []))
         self.assertIn("split=cushion.split_batch.samples", named)
+
+
+class Commands(unittest.TestCase):
+    """Commands in the pages, in a folder with the files that they name."""
+
+    # A program of one's own; PyTorch, where there is one, is served by Cushion.
+    PROGRAM = """
+import importlib.util, sys
+if importlib.util.find_spec("torch"):
+    import torch, cushion
+    cushion.install()
+    torch.empty(1 << 20, device="cuda")
+print("ran", *sys.argv[1:])
+"""
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        folder = tempfile.TemporaryDirectory()
+        cls.addClassCleanup(folder.cleanup)
+        cls.folder = Path(folder.name)
+        for name in ("train.py", "serve.py", "package/__init__.py", "package/train.py"):
+            path = cls.folder / name
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(cls.PROGRAM if path.stem != "__init__" else "")
+        recorded = support.TRACES / "stream_offload.pickle.gz"
+        (cls.folder / "run.pickle").write_bytes(gzip.decompress(recorded.read_bytes()))
+
+    def sh(self, command: str) -> subprocess.CompletedProcess[str]:
+        python = shlex.quote(sys.executable)
+        own = f'cushion() {{ {python} -m cushion "$@"; }}; python() {{ {python} "$@"; }}\n'
+        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+        return subprocess.run(
+            ["bash", "-c", own + command],
+            env=support.environment({"PATH": path}),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=self.folder,
+            timeout=300,
+        )
+
+    def test_commands_run(self) -> None:
+        commands = {it.code: it for it in snippets.commands() if not snippets.is_synopsis(it.code)}
+        self.assertGreater(len(commands), 10)
+        for command, block in commands.items():
+            with self.subTest(f"{block}: {command}"):
+                starter = re.search(r"\bcushion run (torchrun|accelerate)\b", command)
+                if starter is not None and not (Path(sys.executable).parent / starter[1]).exists():
+                    self.skipTest(f"there is no {starter[1]} beside {sys.executable}")
+                # The same in less time.
+                done = self.sh(re.sub(r"(--seeds|--nproc-per-node) \d+", r"\1 1", command))
+                # 1 says that a trace does not fit, which is an answer.
+                allowed = (0, 1) if command.startswith("cushion replay") else (0,)
+                self.assertIn(done.returncode, allowed, done.stdout)
+                if ".py" in command or "-m" in command.split():
+                    self.assertIn("ran", done.stdout)
+
+    def test_synopses_have_options_that_are_there(self) -> None:
+        synopses = [it for it in snippets.commands() if snippets.is_synopsis(it.code)]
+        self.assertGreater(len(synopses), 2)
+        for block in synopses:
+            kind = block.code.split()[1]
+            there = self.sh(f"cushion {kind} --help").stdout
+            for option in re.findall(r"--[a-z-]+|(?<=\[)-\w\b", block.code):
+                with self.subTest(f"{block}: {option}"):
+                    self.assertRegex(there, rf"(?<![\w-]){option}(?![\w-])")
 
 
 class Names(support.TorchCase):
