@@ -1,5 +1,6 @@
 #!/bin/sh
-# Makes sure of a virtual environment with a CUDA build of PyTorch, of the version given, and prints its Python:
+# Makes sure of a virtual environment with a CUDA build of PyTorch, of the version given, and with the frameworks that
+# Cushion is tested with, and prints its Python:
 #     python=$(sh scripts/setup-torch.sh 2.11.0)
 # It takes five gigabytes. Where it cannot be had, this says why and fails.
 set -eu
@@ -8,7 +9,10 @@ say() { echo "setup-torch: $*" >&2; }
 mkdir -p "${CARGO_TARGET_DIR:-target}"
 venv=$(cd "${CARGO_TARGET_DIR:-target}" && pwd)/torch-$1
 
-if [ ! -e "$venv/whole" ]; then
+frameworks='accelerate==1.15.0 lightning==2.6.6 transformers==5.22.2 ray[train]==2.60.0 mypy==2.4.1'
+
+# An environment that was made for other versions of these is made again.
+if [ "$(cat "$venv/whole" 2>/dev/null)" != "$frameworks" ]; then
     free=$(df -Pk "$(dirname "$venv")" | awk 'NR == 2 { print int($4 / 1048576) }')
     if [ "$free" -lt 10 ]; then
         say "PyTorch takes 5 GiB and as much while it is installed, and $free GiB are free"
@@ -18,11 +22,11 @@ if [ ! -e "$venv/whole" ]; then
     rm -rf "$venv"
     "${PYTHON:-python3}" -m venv "$venv" >&2
     if ! timeout 600 "$venv/bin/python" -m pip install --quiet --no-cache-dir --disable-pip-version-check \
-        "torch==$1" 'numpy<3' >&2; then
+        "torch==$1" 'numpy<3' $frameworks >&2; then
         say "PyTorch $1 could not be installed"
         rm -rf "$venv"
         exit 1
     fi
-    : >"$venv/whole"
+    echo "$frameworks" >"$venv/whole"
 fi
 echo "$venv/bin/python"

@@ -2,9 +2,11 @@
 
     pip install accelerate
     python examples/python/accelerate_habits.py
+    accelerate launch examples/python/accelerate_habits.py      # on all GPUs
 
 `find_executable_batch_size` begins again with less whenever memory runs out. `cushion.retry` keeps the batch size, and
-runs a step that does not fit in parts. Without Accelerate, PyTorch or a GPU it says SKIPPED, and why.
+runs a step that does not fit in parts, on all ranks together. Without Accelerate, PyTorch or a GPU it says SKIPPED, and
+why.
 """
 
 from __future__ import annotations
@@ -80,7 +82,7 @@ def train(accelerator: Accelerator) -> None:
     """Batches of all rows, which do not fit."""
     model, optimizer = prepared(accelerator)
 
-    @cushion.retry(split=cushion.split_batch, loss="mean", grads=model)
+    @cushion.retry(split=cushion.split_batch, loss="mean", grads=model, group="world")
     def step(inputs: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
         loss = torch.nn.functional.mse_loss(model(inputs), wanted)
         accelerator.backward(loss)

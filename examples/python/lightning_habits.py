@@ -65,8 +65,15 @@ class Module(lightning.LightningModule):
     def training_step(self, batch: tuple[torch.Tensor, torch.Tensor], batch_idx: int) -> None:
         optimizer = self.optimizers()
         optimizer.zero_grad()
-        step = self.forward_and_backward
-        loss = cushion.retry(step, *batch, split=cushion.split_batch, loss="mean", grads=self)
+        loss = cushion.retry(
+            self.forward_and_backward,
+            *batch,
+            split=cushion.split_batch,
+            loss="mean",
+            # As the strategy has wrapped it, in DDP for one.
+            grads=self.trainer.model,
+            group="world",
+        )
         # Outside: it is to be done once, whatever the step went through.
         optimizer.step()
         print(f"step {batch_idx + 1}: {len(batch[0])} rows, loss {loss.item():.5f}")

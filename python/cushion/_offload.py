@@ -12,14 +12,14 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any, NamedTuple, overload
 
 from . import _cushion, _shortage, _tensors
 from ._log import logger
 from ._offload_guards import Closure, Guard, in_use, is_guarded
-from ._offload_tensors import Named, Part
+from ._offload_tensors import Named
 
 #: what names the tensors: called each time, so that it may name others later. What it returns is looked at then: no
 #: type of Python's is right for optimizers, modules and tensors that all may be there or not
@@ -77,9 +77,8 @@ class Offloader:
         with self._lock:
             if self._busy or self._kept:
                 return 0
-            found = self._look(self._named())
-            found.check()
-            return self._send_away(found, at_least, device, seconds)
+            _, freed = self._send_away(self._look(self._named(), strict=True), at_least, device, seconds)
+            return freed
 
     def back(self) -> None:
         """Brings everything back. Where there is no room, what is not back yet stays on the host, and out of memory is
@@ -136,15 +135,17 @@ class Offloader:
             text = "%s names what is not there yet (%s: %s): it is looked at again later"
             logger.info(text, self.name, type(error).__name__, error)
             value = None
-        self._look(value).check()
+        self._look(value, strict=True)
         optim = sys.modules.get("torch.optim.optimizer")
         if optim is not None:
             self._hook_of_all = optim.register_optimizer_step_pre_hook(_not_compiled(self._before_any_step))
 
-    def _look(self, value: Any) -> Named:
-        """What is in what the function named."""
+    def _look(self, value: Any, *, strict: bool = False) -> Named:
+        """What is in what the function named; TypeError, where that is asked for, if some of it cannot leave."""
         with self._lock:
             found = Named(value, self._guard.can_guard)
+            if strict and found.refused:
+                raise TypeError(found.refused[0])
             for optimizer in found.optimizers:
                 if optimizer not in self._hooks:
                     self._hooks[optimizer] = self._watch(optimizer)
@@ -208,18 +209,20 @@ class Offloader:
                 return "its tensors are in use"
             found = self._look(self._named())
             self._tell(found.refused)
-            before = len(self._away)
-            freed = self._send_away(found, wanted, device, seconds_left)
-            if freed == 0 and _is_in_use(found):
+            count, freed = self._send_away(found, wanted, device, seconds_left)
+            if count == 0 and found.parts and _is_in_use(found):
                 return "its tensors are in use"
-            said = f"moved {len(self._away) - before} tensors, {freed / (1 << 20):.2f} MiB, to the host"
+            said = f"moved {count} tensors, {freed / (1 << 20):.2f} MiB, to the host"
             return f"{said}; left what cannot leave: {found.refused[0]}" if found.refused else said
         finally:
             self._lock.release()
 
-    def _send_away(self, found: Named, at_least: int | None, device: int | None, seconds: float | None) -> int:
+    def _send_away(
+        self, found: Named, at_least: int | None, device: int | None, seconds: float | None
+    ) -> tuple[int, int]:
+        """How many tensors left, and how many bytes became free."""
         if not found.parts:
-            return 0
+            return 0, 0
         torch = _tensors.torch_with_gpu(f"the {self.name}")
         self._busy = True
         try:
@@ -227,7 +230,7 @@ class Offloader:
             # First what brings them back, then the look at the threads: who comes in between is seen by one of the two.
             self._guard.put_on_modules(found.modules)
             if _is_in_use(found):
-                return 0
+                return 0, 0
             return self._move_away(torch, found, at_least, device, seconds)
         finally:
             if not self._away:
@@ -236,18 +239,23 @@ class Offloader:
 
     def _move_away(
         self, torch: Any, found: Named, at_least: int | None, device: int | None, seconds: float | None
-    ) -> int:
-        began, freed = time.monotonic(), 0
+    ) -> tuple[int, int]:
+        began, count, freed = time.monotonic(), 0, 0
+        # One that could not come back has its memory, and not yet its numbers.
+        gone = {away.storage._cdata for away in self._away}
         synchronized: set[int] = set()
-        for parts in _by_storage(found.parts):
+        for parts in found.by_storage():
             _, _, storage, size, index = parts[0]
             if at_least is not None and freed >= at_least:
                 break
             if seconds is not None and time.monotonic() - began >= seconds / 2:
                 # The next may take as long as all so far.
                 break
-            tensors = _distinct([one for part in parts for one in (part.tensor, part.named)])
-            if device not in (None, index) or any(is_guarded(one) and not self._guard.has(one) for one in tensors):
+            tensors = {id(one): one for part in parts for one in (part.tensor, part.named)}.values()
+            if storage._cdata in gone or device not in (None, index):
+                continue
+            if any(is_guarded(one) and not self._guard.has(one) for one in tensors):
+                # Another offloader has moved a part of it.
                 continue
             if not torch.UntypedStorage.resizable(storage):
                 # Memory of somebody else's: it would not go.
@@ -257,10 +265,10 @@ class Offloader:
                 torch.cuda.synchronize(index)
                 synchronized.add(index)
             self._move_one_away(torch, storage, size, index, tensors)
-            freed += size
-        return freed
+            count, freed = count + 1, freed + size
+        return count, freed
 
-    def _move_one_away(self, torch: Any, storage: Any, size: int, index: int, tensors: list[Any]) -> None:
+    def _move_one_away(self, torch: Any, storage: Any, size: int, index: int, tensors: Iterable[Any]) -> None:
         stream = _cushion.stream_of(torch.UntypedStorage.data_ptr(storage))
         host = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
         # Who uses it from now on waits for the lock.
@@ -364,18 +372,6 @@ def _not_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _is_in_use(found: Named) -> bool:
     return in_use(found.modules, found.optimizers, [part.named for part in found.parts])
-
-
-def _by_storage(parts: list[Part]) -> list[list[Part]]:
-    """Those that lie on one storage go together."""
-    found: dict[int, list[Part]] = {}
-    for part in parts:
-        found.setdefault(part.storage._cdata, []).append(part)
-    return list(found.values())
-
-
-def _distinct(tensors: list[Any]) -> list[Any]:
-    return list({id(one): one for one in tensors}.values())
 
 
 def _add_note(error: BaseException, text: str) -> None:

@@ -56,10 +56,12 @@ class Named:
         with self._torch._C.DisableTorchFunctionSubclass():
             self._add(value, in_state=False)
 
-    def check(self) -> None:
-        """Raises TypeError if something cannot leave."""
-        if self.refused:
-            raise TypeError(self.refused[0])
+    def by_storage(self) -> list[list[Part]]:
+        """The parts: those that lie on one storage go together."""
+        found: dict[int, list[Part]] = {}
+        for part in self.parts:
+            found.setdefault(part.storage._cdata, []).append(part)
+        return list(found.values())
 
     def _add(self, value: Any, *, in_state: bool) -> None:
         """Adds what is in a value. The state of an optimizer may hold anything beside its tensors."""

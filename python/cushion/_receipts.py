@@ -148,7 +148,7 @@ def keep_receipts(count: int) -> None:
 def receipt_of(error: BaseException) -> Receipt | None:
     """The receipt of the refusal that an exception tells of, if it is one of Cushion's and still kept.
 
-    `torch.OutOfMemoryError` has the same as `error.receipt`, which type checkers do not know of: the class is PyTorch's.
+    `torch.OutOfMemoryError` has it as `error.receipt`, which type checkers do not know of: the class is PyTorch's.
     """
     found = _find(str(error))
     text = None if found is None else _cushion.receipt(*found)

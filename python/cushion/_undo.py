@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-from . import _layers
+from . import _layers, _ranks
 
 # ---- what `grads=` names ----
 
@@ -39,9 +39,11 @@ class Holders:
         """The modules given, and those that own a parameter of an optimizer or a list: the outermost ones, found once
         among all objects of the program."""
         given = [holder for holder in self._given if _is_module(holder)]
-        if len(given) == len(self._given):
-            return given
         others = [holder for holder in self._given if not _is_module(holder)]
+        if _ranks.in_use():
+            given = _with_ddp(given, self._step)
+        if not others:
+            return given
         return list({id(it): it for it in given + _roots_of(others, self._step)}.values())
 
 
@@ -66,6 +68,17 @@ def _parameters_of(holder: Any) -> Iterable[Any]:
     if hasattr(holder, "param_groups"):
         return [parameter for group in holder.param_groups for parameter in group["params"]]
     return list(holder.parameters()) if _is_module(holder) else [holder]
+
+
+def _with_ddp(given: list[Any], step: Callable[..., Any] | None) -> list[Any]:
+    """These modules, or in their place the DDP that one of them is inside of: programs name the module that they made,
+    and what has to forget a failed try is around it."""
+    ddp = sys.modules["torch"].nn.parallel.DistributedDataParallel
+    if not given or any(isinstance(it, ddp) for root in given for it in root.modules()):
+        return given
+    around = [it for root in _roots_of(given, step) for it in root.modules() if isinstance(it, ddp)]
+    inside = {id(module): it for it in around for module in it.modules()}
+    return list({id(it): it for it in (inside.get(id(module), module) for module in given)}.values())
 
 
 class _Roots(NamedTuple):

@@ -221,22 +221,30 @@ def check(holds: bool, what: str) -> None:
 
 
 def _card() -> Any:
-    """A model on a card that is too small: it runs out of memory with more than `room` rows, or the next `failures`
-    times. On the CPU, where gradients can be compared."""
+    """A model on a card that is too small: it runs out of memory with more than `room` rows, and in the next `failures`
+    backward passes, when some gradients are there already. On the CPU, where gradients can be compared."""
     import torch
+
+    def refuse() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.")
 
     class Card(torch.nn.Module):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
             self.layer = torch.nn.Linear(3, 4)
+            self.layer.bias.register_post_accumulate_grad_hook(self.fail)
             self.room: int | None = None
             self.failures = 0
 
         def forward(self, rows: Any) -> Any:
-            if self.failures > 0 or (self.room is not None and len(rows) > self.room):
-                self.failures -= 1
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.")
+            if self.room is not None and len(rows) > self.room:
+                refuse()
             return self.layer(rows)
+
+        def fail(self, _parameter: Any) -> None:
+            if self.failures > 0:
+                self.failures -= 1
+                refuse()
 
     torch.manual_seed(0)
     return Card()
@@ -531,7 +539,6 @@ def _averages() -> dict[str, Any]:
 
 
 SETUPS: dict[str, Callable[[], dict[str, Any]]] = {
-    "installed": installed,
     "a step in parts": _step_in_parts,
     "a step by its labels": _step_by_labels,
     "whole steps": _whole_steps,

@@ -2,8 +2,8 @@
 
 Each recipe is run on two ranks over the CPU, with Ray also on four workers. In the second step one rank raises
 `torch.OutOfMemoryError` once: before the forward pass, in it, or in the backward pass. After four steps the weights are
-the same on all ranks, and those of a run without a failure. Updates are plain SGD, because Adam would hide gradients that
-are too large or too small by a factor.
+the same on all ranks, and those of a run without a failure. Updates are plain SGD, because Adam would hide gradients
+that are too large or too small by a factor.
 
 Importing the frameworks takes longer than the runs: one process imports them all, and ranks are forked from it."""
 
@@ -16,6 +16,7 @@ import importlib.util
 import json
 import os
 import tempfile
+import time
 import traceback
 import unittest
 from collections.abc import Callable
@@ -176,6 +177,41 @@ class Ddp(Case):
             execute(code, {**common_names(), "model": self.model, "batches": setups.batches(self.rank)})
 
 
+class DdpByItsModule(Ddp):
+    """The program names the module that it made, and DDP is around it."""
+
+    def run(self, code: str, trap: Trap) -> None:
+        inner = code.replace("grads=model", "grads=model.module")
+        assert inner != code
+        super().run(inner, trap)
+
+
+class DdpFindsUnused(Ddp):
+    """DDP agrees on what was used in C++, after its last reduction. The alarm of another rank may come between: each
+    rank waits there for a while."""
+
+    def run(self, code: str, trap: Trap) -> None:
+        import torch.distributed as dist
+
+        finds = code.replace(
+            "DistributedDataParallel(model)", "DistributedDataParallel(model, find_unused_parameters=True)"
+        )
+        assert finds != code
+        all_reduce = dist.all_reduce
+
+        def slow(*arguments: Any, **options: Any) -> Any:
+            work = all_reduce(*arguments, **options)
+            if options.get("async_op"):
+                time.sleep(0.2)
+            return work
+
+        dist.all_reduce = slow
+        try:
+            super().run(finds, trap)
+        finally:
+            dist.all_reduce = all_reduce
+
+
 class Fsdp2(Case):
     text = "fully_shard(model)"
 
@@ -297,8 +333,9 @@ class Trainer(Case):
 
     text = "RetryTrainer"
     package = "transformers"
-    #: for TrainingArguments
+    #: for TrainingArguments, and for the Trainer itself
     options: dict[str, Any] = {}
+    more: dict[str, Any] = {}
 
     def make(self) -> Any:
         return setups.classifier()
@@ -314,7 +351,8 @@ class Trainer(Case):
         execute(code, names)
         with tempfile.TemporaryDirectory() as folder, trap.set(self.middle(), is_ddp):
             arguments = setups.arguments(folder, **self.options)
-            names["RetryTrainer"](model=self.model, args=arguments, train_dataset=self.data()).train()
+            trainer = names["RetryTrainer"](model=self.model, args=arguments, train_dataset=self.data(), **self.more)
+            trainer.train()
 
     def done(self) -> None:
         _reset_accelerate()
@@ -324,23 +362,17 @@ class TrainerAccumulating(Trainer):
     options = {"gradient_accumulation_steps": 2}
 
 
+def summed(outputs: Any, labels: Any, num_items_in_batch: Any) -> Any:
+    import torch
+
+    return torch.nn.functional.cross_entropy(outputs.logits, labels, reduction="sum") / num_items_in_batch
+
+
 class TrainerOfSums(Trainer):
-    """A model that divides the sum of its losses by the number that the Trainer gives."""
+    """The sum of the losses is divided by the number that the Trainer gives, for all batches of an update."""
 
     options = {"gradient_accumulation_steps": 2}
-    kind = "LlamaForSequenceClassification"
-
-    def make(self) -> Any:
-        import torch
-
-        library = importlib.import_module("transformers")
-        torch.manual_seed(0)
-        sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
-        labels = {"vocab_size": 11, "num_labels": 3, "pad_token_id": 0}
-        return getattr(library, self.kind)(library.LlamaConfig(**sizes, **labels)).double()
-
-    def middle(self) -> Any:
-        return self.model.model.layers[0]
+    more = {"compute_loss_func": summed}
 
 
 class TrainerOfRanks(TrainerOfSums):
@@ -349,12 +381,23 @@ class TrainerOfRanks(TrainerOfSums):
     options = {"average_tokens_across_devices": False}
 
 
-class TrainerOfWords(TrainerOfSums):
-    """A causal language model, with labels that are not counted: as many in each row as chance has it, and none that
-    counts in some rows."""
+class TrainerOfWords(Trainer):
+    """A causal language model, which divides a sum, too. How many of its labels count is left to chance, and in some
+    rows none does."""
 
-    kind = "LlamaForCausalLM"
+    options = {"gradient_accumulation_steps": 2}
     tolerance = SINGLE
+
+    def make(self) -> Any:
+        import torch
+
+        library = importlib.import_module("transformers")
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+        return library.LlamaForCausalLM(library.LlamaConfig(vocab_size=11, pad_token_id=0, **sizes)).double()
+
+    def middle(self) -> Any:
+        return self.model.model.layers[0]
 
     def data(self) -> list[dict[str, Any]]:
         import torch
@@ -422,7 +465,7 @@ class Lightning(LightningByHand):
 
 CASES: dict[str, type[Case]] = {
     it.__name__: it
-    for it in (Ddp, Fsdp2, BatchNorm, BatchNormInEvaluation)
+    for it in (Ddp, DdpByItsModule, DdpFindsUnused, Fsdp2, BatchNorm, BatchNormInEvaluation)
     + (Accelerate, Accumulating, Scaling, HalfPrecision)
     + (Trainer, TrainerAccumulating, TrainerOfSums, TrainerOfRanks, TrainerOfWords, TrainerOfSmoothedWords)
     + (LightningByHand, LightningFindsUnused, Lightning)

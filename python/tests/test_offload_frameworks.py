@@ -452,6 +452,13 @@ class Refused(OffloadCase):
             with self.subTest(text):
                 self.refused(text, named)
 
+    def test_one_that_is_refused_leaves_nothing_behind(self) -> None:
+        optimizer = self.optimizer(self.scale())
+        with self.assertRaises(TypeError):
+            self.offloader(lambda: [optimizer, object()])
+        for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks", "_optimizer_state_dict_pre_hooks"):
+            self.assertEqual(len(getattr(optimizer, hooks)), 0)
+
     def test_functions_that_cannot_be_called(self) -> None:
         async def later() -> Any: ...
 

@@ -9,6 +9,7 @@ import sys
 import unittest
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import support
 from offloading import OffloadCase
@@ -256,6 +257,20 @@ class Uses(OffloadCase):
             self.assertEqual(weights.bytes_away, 100 * MIB)
         del kept
         self.assertEqual(model.weight.data_ptr() != 0, weights.bytes_away == 0)
+
+    def test_what_did_not_come_back_whole_does_not_leave_as_it_is(self) -> None:
+        from cushion import _offload
+
+        tensor = self.empty(10)
+        mover = self.offloader(lambda: tensor)
+        mover.away()
+        with mock.patch.object(_offload, "_bytes_of", side_effect=RuntimeError("the copy failed")):
+            with self.assertRaisesRegex(RuntimeError, "the copy failed"):
+                mover.back()
+        # It has memory again, and its numbers are on the host alone.
+        self.assertEqual((mover.away(), mover.bytes_away), (0, 10 * MIB))
+        tensor + 1
+        self.assertEqual((mover.bytes_away, mover.away()), (0, 10 * MIB))
 
     def test_in_a_capture_they_cannot_come_back(self) -> None:
         torch = self.torch

@@ -26,10 +26,10 @@ class Names(unittest.TestCase):
     def test_the_package_has_what_it_says(self) -> None:
         for name in cushion.__all__:
             self.assertTrue(hasattr(cushion, name), name)
-        expected = """CannotSplit InstallError Memory Offloader OutOfMemoryError Receipt __version__ alloc_async
-            alloc_future allocate_tensor budget inject install is_installed is_out_of_memory keep_receipts offloader
-            on_refusal on_shortage prefetch receipt_of receipts remove_callback retry retry_stats simulate split_batch
-            stats"""
+        expected = """CannotSplit InstallError Memory Offloader OutOfMemoryError RankError Receipt SplitBatch
+            __version__ alloc_async alloc_future allocate_tensor budget find_batch_size inject install is_installed
+            is_out_of_memory keep_receipts offloader on_refusal on_shortage prefetch receipt_of receipts
+            remove_callback retry retry_stats simulate split_batch stats"""
         self.assertEqual(sorted(cushion.__all__), expected.split())
 
     def test_version(self) -> None:

@@ -57,6 +57,11 @@ class Gradients(ExactCase):
         for grads in ("weight", {"params": 1}, [model, None]):
             with self.assertRaisesRegex(TypeError, "it takes a module, an optimizer, parameters"):
                 cushion.retry(self.step(model), inputs, grads=grads)
+        # Parameters that are there once serve every step that is decorated.
+        decorate = cushion.retry(grads=model.parameters())
+        for step in (decorate(self.step(model)), decorate(self.step(model))):
+            step(inputs)
+            self.assert_equal_bits(self.gradients(model), expected)
         # Those that are not named are not put back.
         cushion.retry(self.step(model), inputs, grads=first)
         got = self.gradients(model)
@@ -322,6 +327,10 @@ class Buffers(ExactCase):
     def test_a_search_among_all_objects(self) -> None:
         """Some of them cannot be looked at, and some that are wanted cannot be seen."""
         model, inputs = self.normed(), self.torch.randn(8, 6) + 5
+        # Modules that own each other.
+        model[0].owner = model
+        # What is frozen is not among those that a search sees. The step names it.
+        gc.freeze()
 
         class Gone:
             pass
@@ -336,10 +345,10 @@ class Buffers(ExactCase):
                 raise RuntimeError("not now")
 
         strange = Strange()
-        # Modules that own each other, too.
-        model[0].owner = model
-        # What is frozen is not among those that a search sees. The step names it.
-        gc.freeze()
+        # As a search by isinstance() would find out.
+        for one, error in ((dead, ReferenceError), (strange, RuntimeError)):
+            with self.assertRaises(error):
+                isinstance(one, self.torch.nn.Module)
         for step in (self.failing(model, 1), functools.partial(self.failing(model, 1))):
             before = int(model[1].num_batches_tracked)
             cushion.retry(step, inputs, grads=self.torch.optim.SGD(model.parameters(), 0.1))

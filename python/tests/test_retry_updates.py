@@ -147,13 +147,38 @@ class Updates(ExactCase):
         done.acquire()
         self.assertIsNone(seen[-1])
 
+    def test_in_a_hook_of_a_parameter_on_a_gpu(self) -> None:
+        torch = self.torch
+        model = torch.nn.Module()
+        model.weight = torch.nn.Parameter(torch.empty(4, device="cuda"))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        threads: list[int] = []
+
+        def hook(parameter: Any) -> None:
+            threads.append(threading.get_ident())
+            optimizer.step()
+
+        model.weight.register_post_accumulate_grad_hook(hook)
+
+        def step(rows: Any) -> None:
+            model.weight.view(2, 2).backward(torch.empty(2, 2, device="cuda"))
+
+        with self.assertRaisesRegex(RuntimeError, r"SGD\.step\(\) is called inside of a step that may be run in parts"):
+            cushion.retry(step, torch.zeros(4, 1), split=cushion.split_batch, loss="mean", grads=model)
+        self.assertNotIn(threading.get_ident(), threads)
+
     def test_another_thread_s_update(self) -> None:
         """A program trains something else meanwhile."""
         model, other, inputs = self.plain(), self.plain(), self.torch.randn(8, 6)
         optimizer = self.torch.optim.SGD(other.parameters(), 0.1)
+        updates: list[str] = []
+
+        def update() -> None:
+            optimizer.step()
+            updates.append("done")
 
         def hook(*_: Any) -> None:
-            thread = threading.Thread(target=optimizer.step)
+            thread = threading.Thread(target=update)
             thread.start()
             thread.join()
 
@@ -166,6 +191,7 @@ class Updates(ExactCase):
             return loss.detach()
 
         cushion.retry(step, inputs, split=cushion.split_batch, loss="mean", grads=model)
+        self.assertEqual(updates, ["done"] * 2)
 
 
 class Scalers(ExactCase):

@@ -45,8 +45,12 @@ def _of_pages() -> dict[str, list[Block]]:
     return found
 
 
-Pages = type("Pages", (support.TorchCase,), _tests(_of_pages()))
-Docstrings = type("Docstrings", (support.TorchCase,), _tests({str(it[0].setup): it for it in snippets.docstrings()}))
+# Before that, PyTorch has another name for torch.OutOfMemoryError.
+needs_torch = unittest.skipIf((0, 0) < support.TORCH_VERSION < (2, 5), "what is shown is for torch 2.5 and later")
+Pages = needs_torch(type("Pages", (support.TorchCase,), _tests(_of_pages())))
+Docstrings = needs_torch(
+    type("Docstrings", (support.TorchCase,), _tests({str(it[0].setup): it for it in snippets.docstrings()}))
+)
 
 
 class NotRun(unittest.TestCase):
@@ -56,6 +60,11 @@ class NotRun(unittest.TestCase):
                 with self.subTest(str(block)):
                     snippets.compiled(block)
                     self.skipTest(block.not_run or "it does not say why")
+
+    def test_every_setup_has_a_block(self) -> None:
+        programs = [program for page in snippets.PAGES for program in snippets.programs(page)]
+        named = {block.setup for program in [*programs, *snippets.docstrings()] for block in program}
+        self.assertLessEqual(set(snippets.SETUPS), named)
 
     def test_comments_are_for_blocks(self) -> None:
         """A comment that is misspelt, or stands above something else, would change nothing."""
@@ -75,6 +84,7 @@ class NotRun(unittest.TestCase):
 # ---- messages ----
 
 
+@needs_torch
 class Messages(support.TorchCase):
     """Refusals of every kind over the stand-in, with a card of 1024 units. What their messages tell people to write
     runs."""
@@ -220,6 +230,7 @@ class MessagesWithoutTorch(Simulated):
         self.assertEqual(told, snippets.TOLD_WITHOUT_TORCH)
 
 
+@needs_torch
 class Refusals(support.TorchCase):
     """What `cushion.retry` refuses, it says how to mend: each option that an error names is accepted."""
 
@@ -282,6 +293,14 @@ class Refusals(support.TorchCase):
         self.assertIn("split=cushion.split_batch.samples", named)
 
 
+def starts(script: Path) -> bool:
+    """Whether a script is there, and the Python that it was installed for, too."""
+    if not script.exists():
+        return False
+    first = script.read_text().partition("\n")[0]
+    return Path(first.removeprefix("#!").strip()).exists()
+
+
 class Commands(unittest.TestCase):
     """Commands in the pages, in a folder with the files that they name."""
 
@@ -328,8 +347,8 @@ print("ran", *sys.argv[1:])
         for command, block in commands.items():
             with self.subTest(f"{block}: {command}"):
                 starter = re.search(r"\bcushion run (torchrun|accelerate)\b", command)
-                if starter is not None and not (Path(sys.executable).parent / starter[1]).exists():
-                    self.skipTest(f"there is no {starter[1]} beside {sys.executable}")
+                if starter is not None and not starts(Path(sys.executable).with_name(starter[1])):
+                    self.skipTest(f"there is no {starter[1]} beside {sys.executable} that starts")
                 # The same in less time.
                 done = self.sh(re.sub(r"(--seeds|--nproc-per-node) \d+", r"\1 1", command))
                 # 1 says that a trace does not fit, which is an answer.
@@ -349,6 +368,7 @@ print("ran", *sys.argv[1:])
                     self.assertRegex(there, rf"(?<![\w-]){option}(?![\w-])")
 
 
+@needs_torch
 class Names(support.TorchCase):
     def test_names_in_texts_are_there(self) -> None:
         """In errors, warnings, docstrings and sentences of pages, which are no programs that could be run."""

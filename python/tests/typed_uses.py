@@ -123,6 +123,23 @@ cushion.retry(split=cushion.split_batch, loss="average")  # error: No overload v
 cushion.retry(infer, rows, tries="3")  # error: No overload variant of "retry" matches
 
 
+# ---- the largest batch ----
+
+
+def probe(batch_size: int) -> None: ...
+
+
+@cushion.find_batch_size(starting_batch_size=128)
+def training(batch_size: int, epochs: int) -> float:
+    return float(batch_size * epochs)
+
+
+assert_type(cushion.find_batch_size(probe, 8, grads=model, limit=64), int)
+assert_type(training(3), float)
+training(128, 3)  # error: Too many arguments
+training("no")  # error: has incompatible type "str"; expected "int"
+
+
 # ---- how a batch is cut ----
 
 assert_type(cushion.split_batch, cushion.SplitBatch)

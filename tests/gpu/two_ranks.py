@@ -3,8 +3,9 @@
     python tests/gpu/two_ranks.py [--steps 200] [--policy paged]
 
 Rank 0 runs out of memory by failures that are made up, and by a real limit below what its whole batch needs. After all
-steps the weights of both ranks are equal to the bit, and the loss lies no further from those of PyTorch's own runs with
-whole batches than they are apart. What the agreement costs a step that goes well is measured, too.
+steps the weights of both ranks are equal to the bit, and the loss lies no further from those of PyTorch's own runs than
+they are apart: with whole batches, and in halves as programs accumulate them by hand, which have other shapes, so that
+kernels add up in another order. What the agreement costs a step that goes well is measured, too.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def train(given: argparse.Namespace) -> dict:
     import cushion
 
     rank, mode = given.rank, given.mode
-    if mode not in ("native", "whole"):
+    if mode not in ("native", "halves", "hooked", "whole"):
         cushion.install(policy=given.policy)
     dist.init_process_group(
         "gloo",
@@ -65,29 +66,49 @@ def train(given: argparse.Namespace) -> dict:
         return loss.detach()
 
     plain = step
-    if mode != "native":
+    if mode == "halves":
+        # As programs accumulate by hand: other shapes, so kernels add up in another order.
+        def step(tokens: torch.Tensor) -> torch.Tensor:
+            with model.no_sync():
+                first = half(tokens[: BATCH // 2])
+            return first + half(tokens[BATCH // 2 :])
+
+        def half(tokens: torch.Tensor) -> torch.Tensor:
+            logits = model(tokens).logits[:, :-1]
+            loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()) / 2
+            loss.backward()
+            return loss.detach()
+
+    elif mode == "hooked":
+        # What a communication hook in Python costs by itself.
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+        model.register_comm_hook(None, default_hooks.allreduce_hook)
+    elif mode != "native":
         step = cushion.retry(split=cushion.split_batch, loss="mean", grads=model, group="world", timeout=60)(plain)
     # The gradients and the optimizer's state are there when memory is short.
     torch.cuda.reset_peak_memory_stats()
     times, losses = [], []
     for number in range(given.steps):
-        if mode == "injected" and rank == 0 and number == 5:
-            # By now it is known how many allocations a step makes: failures hit forward and backward passes alike.
-            cushion.inject("every=997")
         began = time.perf_counter()
         optimizer.zero_grad()
-        loss = step(batches[number % len(batches)])
+        if mode == "injected" and rank == 0 and number % 3 == 0:
+            # Another allocation each time, of the forward and of the backward pass.
+            with cushion.inject(f"nth={1 + 37 * number % 400}"):
+                loss = step(batches[number % len(batches)])
+            # It was no matter of size: parts need not become smaller with each failure.
+            step.forget()
+        else:
+            loss = step(batches[number % len(batches)])
         optimizer.step()
         torch.cuda.synchronize()
         times.append(time.perf_counter() - began)
         losses.append(loss)
-    if mode == "injected":
-        cushion.inject(None)
     weights = torch.cat([it.detach().flatten() for it in model.parameters()]).cpu()
     every = torch.stack(losses).double().cpu()
     dist.all_reduce(every)
     vote = None
-    if mode != "native":
+    if mode not in ("native", "halves", "hooked"):
         vote = vote_seconds()
     dist.barrier()
     return {
@@ -141,7 +162,7 @@ def pair(given: argparse.Namespace, mode: str, cap: float = 0) -> list[dict]:
 
 
 def body(checks: Checks, given: argparse.Namespace) -> dict:
-    native = [pair(given, "native") for _ in range(3)]
+    native = [pair(given, mode) for mode in ("native", "halves", "native", "halves")]
     losses = [run[0]["loss"] for run in native]
     apart = max(losses) - min(losses)
     whole = pair(given, "whole")
@@ -169,9 +190,9 @@ def body(checks: Checks, given: argparse.Namespace) -> dict:
         )
     checks.equal(whole[0]["weights"], whole[1]["weights"], "the weights of both ranks with no shortage")
     return {
-        "told": f"{given.steps} steps, weights equal to the bit on both ranks; {'; '.join(told)}; native: losses "
-        f"{', '.join(f'{loss:.6f}' for loss in losses)}, {native[0][0]['ms']:.1f} ms a step; with the agreement and no "
-        f"shortage {whole[0]['ms']:.1f} ms (one exchange {whole[0]['vote_us']:.0f} us)"
+        "told": f"{given.steps} steps, weights equal to the bit on both ranks; {'; '.join(told)}; PyTorch: losses "
+        f"{', '.join(f'{loss:.6f}' for loss in losses)} (whole, in halves, and again), {native[0][0]['ms']:.1f} ms a "
+        f"step; with the agreement and no shortage {whole[0]['ms']:.1f} ms (one exchange {whole[0]['vote_us']:.0f} us)"
     }
 
 

@@ -1,0 +1,99 @@
+"""Ray Train with Cushion: workers that train together, and run a step again together when memory runs out on one.
+
+    pip install 'ray[train]'
+    python examples/python/ray_train.py
+    python examples/python/ray_train.py --short 1      # worker 1 runs out of memory
+
+It starts a small cluster on this machine. With `--gpu` each worker has a GPU, and installs Cushion as it starts.
+`--short RANK` makes memory run out on a worker once, in the third step. The loss is the same with it and without, and
+Ray sees no failure. Without Ray or PyTorch it says SKIPPED.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+import tempfile
+from typing import Any
+
+
+def skip(why: str) -> None:
+    print(f"SKIPPED: {why}")
+    sys.exit(0)
+
+
+for package, name in (("torch", "PyTorch"), ("ray", "Ray")):
+    if importlib.util.find_spec(package) is None:
+        skip(f"{name} is not installed")
+
+import ray.train.torch
+import torch
+
+import cushion
+
+STEPS = 5
+ROWS = 64
+
+
+def train(config: dict[str, Any]) -> None:
+    """What each worker runs."""
+    rank = ray.train.get_context().get_world_rank()
+    device = ray.train.torch.get_device()
+    torch.manual_seed(0)
+    layers = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
+    model = ray.train.torch.prepare_model(layers)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    # The worker that runs out of memory, once.
+    short = {config["short"]}
+
+    @cushion.retry(split=cushion.split_batch, loss="mean", grads=model, group="world")
+    def step(inputs: torch.Tensor, targets: torch.Tensor, number: int) -> torch.Tensor:
+        outputs = model(inputs)
+        if number == 3 and rank in short:
+            short.clear()
+            raise torch.OutOfMemoryError("CUDA out of memory. Made up by --short")
+        loss = torch.nn.functional.mse_loss(outputs, targets)
+        loss.backward()
+        return loss.detach()
+
+    # Each worker has its own batches.
+    torch.manual_seed(1 + rank)
+    for number in range(1, STEPS + 1):
+        inputs = torch.randn(ROWS, 16, device=device)
+        targets = inputs.square().mean(dim=1, keepdim=True)
+        optimizer.zero_grad()
+        loss = step(inputs, targets, number)
+        # Outside: it is to be done once, whatever the step went through.
+        optimizer.step()
+        torch.distributed.all_reduce(loss)
+        loss /= ray.train.get_context().get_world_size()
+        ray.train.report({"step": number, "loss": float(loss), **step.stats()})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Workers that train together, of which one may run out of memory.")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--gpu", action="store_true", help="a GPU for each worker")
+    parser.add_argument("--short", type=int, metavar="RANK", help="the worker that runs out of memory")
+    asked = parser.parse_args()
+
+    # Ray sets the GPU of a worker before it calls `train`, where it would be too late to install Cushion.
+    starting = {"runtime_env": {"worker_process_setup_hook": "cushion.install"}} if asked.gpu else {}
+    ray.init(num_cpus=asked.workers + 1, include_dashboard=False, log_to_driver=False, **starting)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = ray.train.torch.TorchTrainer(
+            train,
+            train_loop_config={"short": asked.short},
+            scaling_config=ray.train.ScalingConfig(num_workers=asked.workers, use_gpu=asked.gpu),
+            run_config=ray.train.RunConfig(storage_path=folder, failure_config=ray.train.FailureConfig(max_failures=0)),
+        )
+        last = trainer.fit().metrics
+    ray.shutdown()
+    print(f"step {last['step']}: loss {last['loss']:.5f}")
+    print(f"steps: {last['calls']}; tries: {last['tries']}; in parts: {last['split']}")
+    print("ok")
+
+
+if __name__ == "__main__":
+    main()
