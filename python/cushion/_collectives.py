@@ -23,6 +23,10 @@ _METHODS = (
 )
 
 
+# Ranks wait for each other at nearly every collective, so none is behind by more than a step's.
+_MOST_NOTES = 10_000
+
+
 class LeftStep(RuntimeError):
     """Another rank has failed: this one leaves the step before it begins another collective."""
 
@@ -36,6 +40,8 @@ class Board:
         self._own_group = own_group
         self._lock = threading.Lock()
         self._begun: list[dict[str, Any]] = []
+        #: notes of a long try that no rank can be behind by so many
+        self._dropped = 0
         #: a collective that C++ begins after the last one, and whether it has
         self._to_follow: Any = None
         self._frozen = False
@@ -48,7 +54,8 @@ class Board:
         _patch()
         with self._lock:
             self.turn += 1
-            self._begun, self._to_follow, self._frozen = [], None, self.turn <= self._lost
+            self._begun, self._dropped, self._to_follow = [], 0, None
+            self._frozen = self.turn <= self._lost
             self._step_thread = threading.get_ident()
         _open_boards.append(self)
 
@@ -57,12 +64,13 @@ class Board:
         if self in _open_boards:
             _open_boards.remove(self)
 
-    def freeze(self, turn: int) -> list[dict[str, Any]]:
-        """A try is lost: no collective of it is begun any more. Returns those that were begun."""
+    def freeze(self, turn: int) -> tuple[int, list[dict[str, Any]]]:
+        """A try is lost: no collective of it is begun any more. Returns the latest that were begun, and how many were
+        before those."""
         with self._lock:
             self._lost = max(self._lost, turn)
             self._frozen = self.turn <= self._lost
-            return list(self._begun) if self.turn == turn else []
+            return (self._dropped, list(self._begun)) if self.turn == turn else (0, [])
 
     @property
     def is_frozen(self) -> bool:
@@ -77,6 +85,9 @@ class Board:
             if self._frozen:
                 raise LeftStep("another rank has left this step")
             self._begun.append(note)
+            if len(self._begun) > 2 * _MOST_NOTES:
+                self._dropped += _MOST_NOTES
+                del self._begun[:_MOST_NOTES]
         return note
 
     def did_not_begin(self, note: Any) -> None:
@@ -95,7 +106,7 @@ class Board:
         """How many collectives of a try that is lost this rank has really begun."""
         with self._lock:
             follows = self._to_follow is not None and self._begun[-1:] == [self._to_follow[0]]
-            return len(self._begun) - int(follows and not self._to_follow[1]())
+            return self._dropped + len(self._begun) - int(follows and not self._to_follow[1]())
 
     def _is_of_the_step(self) -> bool:
         """Threads that Python did not start are autograd's; a thread of the program has collectives of its own."""

@@ -138,14 +138,15 @@ class Ranks:
             return
         # Any rank with a note of a collective in a group of this rank's will do; the one that is furthest has all.
         by_progress = sorted(range(len(counts)), key=counts.__getitem__, reverse=True)
-        notes: dict[int, list[dict[str, Any]]] = {}
+        notes: dict[int, tuple[int, list[dict[str, Any]]]] = {}
         for index in range(own, most):
             for rank in by_progress:
                 if counts[rank] <= index:
                     break
                 if rank not in notes:
                     notes[rank] = json.loads(self._store.get(f"notes/{self._epoch}/{rank}"))
-                if _collectives.join(notes[rank][index]):
+                dropped, latest = notes[rank]
+                if _collectives.join(latest[index - dropped]):
                     break
 
     def _counts(self) -> list[int]:
@@ -214,9 +215,9 @@ class _Watch(threading.Thread):
                 if alarm == self.END:
                     return
                 turn, self.failed_rank = map(int, alarm.split())
-                notes = self._board.freeze(turn)
-                self._store.set(f"notes/{epoch}/{self._rank}", json.dumps(notes))
-                self._store.set(f"count/{epoch}/{self._rank}", str(len(notes)))
+                dropped, notes = self._board.freeze(turn)
+                self._store.set(f"notes/{epoch}/{self._rank}", json.dumps([dropped, notes]))
+                self._store.set(f"count/{epoch}/{self._rank}", str(dropped + len(notes)))
             except Exception as error:  # noqa: BLE001
                 # The store has gone: the program ends, or its first rank has died, which its collectives will say.
                 logger.debug("nobody listens for other ranks any more: %s", error)
