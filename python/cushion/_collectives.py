@@ -44,6 +44,7 @@ class Board:
         self._dropped = 0
         #: a collective that C++ begins after the last one, and whether it has
         self._to_follow: Any = None
+        self._expected: Any = None
         self._frozen = False
         self._lost = 0
         self._step_thread = 0
@@ -54,7 +55,7 @@ class Board:
         _patch()
         with self._lock:
             self.turn += 1
-            self._begun, self._dropped, self._to_follow = [], 0, None
+            self._begun, self._dropped, self._to_follow, self._expected = [], 0, None, None
             self._frozen = self.turn <= self._lost
             self._step_thread = threading.get_ident()
         _open_boards.append(self)
@@ -85,6 +86,9 @@ class Board:
             if self._frozen:
                 raise LeftStep("another rank has left this step")
             self._begun.append(note)
+            if self._expected is not None:
+                self._to_follow, self._expected = self._expected, None
+                self._begun.append(self._to_follow[0])
             if len(self._begun) > 2 * _MOST_NOTES:
                 self._dropped += _MOST_NOTES
                 del self._begun[:_MOST_NOTES]
@@ -93,20 +97,23 @@ class Board:
     def did_not_begin(self, note: Any) -> None:
         """A collective failed before it was begun: the other ranks wait for this one to join it."""
         with self._lock:
-            self._begun = [it for it in self._begun if it is not note]
+            gone = (note, self._to_follow[0] if self._follows() else note)
+            self._begun = [it for it in self._begun if it is not gone[0] and it is not gone[1]]
 
-    def note_more(self, group: Any, method: str, arguments: tuple[Any, ...], has_begun: Callable[[], bool]) -> None:
-        """Notes a collective that follows the last one in C++, unless this rank fails before it."""
+    def will_follow(self, group: Any, method: str, arguments: tuple[Any, ...], has_begun: Callable[[], bool]) -> None:
+        """The next collective is followed by this one in C++, unless this rank fails before it. Both are noted at once:
+        an alarm cannot come between them."""
         note = {"group": group.group_name, "method": method, "arguments": _describe((list(arguments), {}))}
-        with self._lock:
-            self._begun.append(note)
-            self._to_follow = (note, has_begun)
+        self._expected = (note, has_begun)
 
     def count(self) -> int:
         """How many collectives of a try that is lost this rank has really begun."""
         with self._lock:
-            follows = self._to_follow is not None and self._begun[-1:] == [self._to_follow[0]]
-            return self._dropped + len(self._begun) - int(follows and not self._to_follow[1]())
+            missing = self._follows() and not self._to_follow[1]()
+            return self._dropped + len(self._begun) - int(missing)
+
+    def _follows(self) -> bool:
+        return self._to_follow is not None and self._begun[-1:] == [self._to_follow[0]]
 
     def _is_of_the_step(self) -> bool:
         """Threads that Python did not start are autograd's; a thread of the program has collectives of its own."""

@@ -110,18 +110,18 @@ def _reduce_bucket(state: _HookState, bucket: Any) -> Any:
     torch = sys.modules["torch"]
     buffer = bucket.buffer()
     buffer.div_(state.size)
-    work = torch.distributed.all_reduce(buffer, group=state.group, async_op=True)
     if state.finds_unused and bucket.is_last():
         # The reducer goes on to agree on which parameters were used. The group counts its collectives.
         number = state.group._get_sequence_number_for_group()
         used = torch.zeros(state.parameters, dtype=torch.int32, device=buffer.device)
         options = torch.distributed.AllreduceOptions()
-        state.board.note_more(
+        state.board.will_follow(
             state.group,
             "allreduce",
             ([used], options),
-            lambda: bool(state.group._get_sequence_number_for_group() > number),
+            lambda: bool(state.group._get_sequence_number_for_group() > number + 1),
         )
+    work = torch.distributed.all_reduce(buffer, group=state.group, async_op=True)
     return work.get_future().then(lambda done: done.value()[0])
 
 
