@@ -4,7 +4,7 @@
 //! of a segment tile it without gaps, in address order, through `prev` and `next`.
 
 use crate::driver::StreamId;
-use crate::history::Context;
+use crate::history::Tag;
 use crate::owner::Owner;
 use crate::pool::PoolIndex;
 use crate::proof::Moment;
@@ -55,7 +55,7 @@ pub(crate) struct Block {
     /// Other streams that used the block; allocated only for blocks that have any.
     pub(crate) uses: Option<Box<Uses>>,
     /// Who asked for it, when history is on.
-    pub(crate) context: Context,
+    pub(crate) tag: Tag,
     /// The thread or task that asked for it; stale unless live.
     pub(crate) owner: Owner,
 }
@@ -112,7 +112,7 @@ impl BlockTable {
             uses: None,
             events: 0,
             requested: 0,
-            context: Context::NONE,
+            tag: Tag::NONE,
             ..*rest
         };
         rest.address += size;
@@ -138,7 +138,7 @@ impl BlockTable {
             uses: None,
             events: 0,
             requested: 0,
-            context: Context::NONE,
+            tag: Tag::NONE,
             ..*front
         };
         front.size = keep;

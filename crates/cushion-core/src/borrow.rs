@@ -6,7 +6,7 @@
 //! which could lay it out anew for everybody.
 
 use crate::driver::{Driver, DriverResult, StreamId};
-use crate::history::Context;
+use crate::history::Tag;
 use crate::homes::Found;
 use crate::locked::Locked;
 use crate::policy::{Policy, Request};
@@ -28,7 +28,7 @@ impl<D: Driver> Locked<'_, D> {
         &mut self,
         request: &Request,
         policy: Policy,
-        context: Context,
+        tag: Tag,
     ) -> Option<u64> {
         if self.state.pools[request.pool].id != PoolId::DEFAULT {
             return None;
@@ -39,7 +39,7 @@ impl<D: Driver> Locked<'_, D> {
             let pool = if request.small { private.small } else { private.large };
             let request = Request { pool, ..*request };
             let found = self.search(&request, policy)?;
-            Some(self.hand_out(found, policy, &request, context))
+            Some(self.hand_out(found, policy, &request, tag))
         })
     }
 
@@ -50,7 +50,7 @@ impl<D: Driver> Locked<'_, D> {
         request: &Request,
         lend: Lend,
         proof: Proof,
-        context: Context,
+        tag: Tag,
     ) -> DriverResult<Option<u64>> {
         if self.state.pools[request.pool].id != PoolId::DEFAULT {
             return Ok(None);
@@ -68,9 +68,7 @@ impl<D: Driver> Locked<'_, D> {
             lanes.extend(streams.filter(|&it| it != request.stream).map(|stream| (pool, stream)));
         }
         for (pool, stream) in lanes {
-            if let Some(address) =
-                self.borrow_from((pool, stream), request, lend, proof, context)?
-            {
+            if let Some(address) = self.borrow_from((pool, stream), request, lend, proof, tag)? {
                 return Ok(Some(address));
             }
         }
@@ -79,7 +77,7 @@ impl<D: Driver> Locked<'_, D> {
 
     /// Serves a request of the default pool from memory of the same class that another stream is done with, as far as
     /// that can be told without waiting. Must not be called during a capture.
-    pub(crate) fn borrow_idle(&mut self, request: &Request, context: Context) -> Option<u64> {
+    pub(crate) fn borrow_idle(&mut self, request: &Request, tag: Tag) -> Option<u64> {
         // What is borrowed is freed by an event on the stream that asks: it must be there then. The default stream does
         // not borrow: it carries the main work, and would wait for its own memory. Neither does a stream that runs
         // beside others: whether they are done is then a matter of chance, and each would grow for the other's sake.
@@ -97,7 +95,7 @@ impl<D: Driver> Locked<'_, D> {
         // A driver that will not say whether a stream is done means growing at worst.
         others.into_iter().find_map(|stream| {
             let lane = (request.pool, stream);
-            self.borrow_from(lane, request, Lend::Pieces, Proof::NONE, context).ok().flatten()
+            self.borrow_from(lane, request, Lend::Pieces, Proof::NONE, tag).ok().flatten()
         })
     }
 
@@ -159,13 +157,13 @@ impl<D: Driver> Locked<'_, D> {
         request: &Request,
         lend: Lend,
         proof: Proof,
-        context: Context,
+        tag: Tag,
     ) -> DriverResult<Option<u64>> {
         let policy = self.state.policy;
         let there = Request { pool, stream, ..*request };
         let Some(found) = self.lendable(&there, lend) else { return Ok(None) };
         if stream == request.stream {
-            return Ok(Some(self.hand_out(found, policy, &there, context)));
+            return Ok(Some(self.hand_out(found, policy, &there, tag)));
         }
         let idle = match self.idle_found(found, there.size, proof) {
             Some(idle) => Some(idle),
@@ -174,7 +172,7 @@ impl<D: Driver> Locked<'_, D> {
                 Work::UnderWay | Work::Unknown => None,
             },
         };
-        Ok(idle.map(|idle| self.hand_to(request.stream, found, &idle, &there, context)))
+        Ok(idle.map(|idle| self.hand_to(request.stream, found, &idle, &there, tag)))
     }
 
     /// Hands memory of one stream, which nobody is at work on, to another.
@@ -184,9 +182,9 @@ impl<D: Driver> Locked<'_, D> {
         found: Found,
         _: &Idle<'_>,
         there: &Request,
-        context: Context,
+        tag: Tag,
     ) -> u64 {
-        let address = self.hand_out(found, self.state.policy, there, context);
+        let address = self.hand_out(found, self.state.policy, there, tag);
         let id = self.state.live[&address];
         self.note_borrowed(id, stream);
         address

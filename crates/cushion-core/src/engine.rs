@@ -11,11 +11,10 @@ use crate::callbacks::Callbacks;
 use crate::check::Violation;
 use crate::climb::Waited;
 use crate::clock::{Bell, Clock, VirtualClock};
-use crate::contexts::ToldLater;
 use crate::driver::{Driver, DriverError, Properties, StreamId};
 use crate::error::{AddressError, AllocError};
 use crate::future::AllocFuture;
-use crate::history::{Action, Context, Entry, History};
+use crate::history::{Action, Entry, History, Tag};
 use crate::homes::Homes;
 use crate::ladder::Ladder;
 use crate::layout::Layout;
@@ -37,6 +36,7 @@ use crate::size::MIN_BLOCK;
 use crate::snapshot::Snapshot;
 use crate::stats::{Counters, Lanes, Stats};
 use crate::stitch::Stitches;
+use crate::tags::ToldLater;
 
 /// A caching allocator over one device. `Send` and `Sync`; every method may be called from any
 /// thread.
@@ -240,20 +240,15 @@ impl<D: Driver> Engine<D> {
     /// Memory for `bytes` bytes, ready to use on `stream`. Zero bytes give the null address, which
     /// need not be freed.
     pub fn alloc(&self, bytes: u64, stream: StreamId) -> Result<u64, AllocError> {
-        self.alloc_for(bytes, stream, Context::NONE)
+        self.alloc_for(bytes, stream, Tag::NONE)
     }
 
     /// As [`alloc`](Self::alloc), with a tag for history and snapshots.
-    pub fn alloc_for(
-        &self,
-        bytes: u64,
-        stream: StreamId,
-        context: Context,
-    ) -> Result<u64, AllocError> {
+    pub fn alloc_for(&self, bytes: u64, stream: StreamId, tag: Tag) -> Result<u64, AllocError> {
         if bytes == 0 {
             return Ok(0);
         }
-        let asked = Asked::by_thread(bytes, stream, context);
+        let asked = Asked::by_thread(bytes, stream, tag);
         match self.locked(|mut engine| engine.alloc(&asked))? {
             Attempt::Served(address) => Ok(address),
             attempt => self.climb(&asked, &attempt),
@@ -266,29 +261,24 @@ impl<D: Driver> Engine<D> {
         &self,
         bytes: u64,
         stream: StreamId,
-        context: Context,
+        tag: Tag,
     ) -> Result<Option<u64>, AllocError> {
         if bytes == 0 {
             return Ok(Some(0));
         }
-        let asked = Asked::by_thread(bytes, stream, context);
+        let asked = Asked::by_thread(bytes, stream, tag);
         self.locked(|mut engine| engine.alloc_at_once(&asked))
     }
 
     /// Memory as a future of any runtime. It completes when memory is there, in the order of asking, or
     /// with an error once its budget is used up. Dropped before that, it gives its place back.
     pub fn alloc_async(&self, bytes: u64, stream: StreamId) -> AllocFuture<'_, D> {
-        self.alloc_async_for(bytes, stream, Context::NONE)
+        self.alloc_async_for(bytes, stream, Tag::NONE)
     }
 
     /// As [`alloc_async`](Self::alloc_async), with a tag for history and snapshots.
-    pub fn alloc_async_for(
-        &self,
-        bytes: u64,
-        stream: StreamId,
-        context: Context,
-    ) -> AllocFuture<'_, D> {
-        AllocFuture::new(self, bytes, stream, context)
+    pub fn alloc_async_for(&self, bytes: u64, stream: StreamId, tag: Tag) -> AllocFuture<'_, D> {
+        AllocFuture::new(self, bytes, stream, tag)
     }
 
     /// Prepares memory ahead: afterwards a request of `bytes` bytes on `stream` needs nothing from the driver. Climbs
@@ -297,7 +287,7 @@ impl<D: Driver> Engine<D> {
         if bytes == 0 || self.would_hit(bytes, stream) {
             return Ok(());
         }
-        let asked = Asked { ahead: true, ..Asked::by_thread(bytes, stream, Context::NONE) };
+        let asked = Asked { ahead: true, ..Asked::by_thread(bytes, stream, Tag::NONE) };
         let address = match self.locked(|mut engine| engine.alloc(&asked))? {
             Attempt::Served(address) => address,
             attempt => self.climb(&asked, &attempt)?,
@@ -310,17 +300,17 @@ impl<D: Driver> Engine<D> {
     /// Gives back what [`alloc`](Self::alloc) gave. The memory is reused on its own stream at once,
     /// and not before every stream noted by [`record_stream`](Self::record_stream) is done with it.
     pub fn free(&self, address: u64) -> Result<(), AddressError> {
-        self.free_for(address, Context::NONE)
+        self.free_for(address, Tag::NONE)
     }
 
     /// As [`free`](Self::free), with a tag for history.
-    pub fn free_for(&self, address: u64, context: Context) -> Result<(), AddressError> {
+    pub fn free_for(&self, address: u64, tag: Tag) -> Result<(), AddressError> {
         if address == 0 {
             return Ok(());
         }
         let by = owner::current();
         let (freed, waits) = self.locked(|mut engine| {
-            let freed = engine.free(address, by, context);
+            let freed = engine.free(address, by, tag);
             (freed, engine.state.attention)
         });
         if waits {
@@ -364,9 +354,9 @@ impl<D: Driver> Engine<D> {
 
     /// The tag given to a live allocation.
     #[must_use]
-    pub fn context_of(&self, address: u64) -> Option<Context> {
+    pub fn tag_of(&self, address: u64) -> Option<Tag> {
         let state = self.lock();
-        state.live.get(&address).map(|&id| state.blocks[id].context)
+        state.live.get(&address).map(|&id| state.blocks[id].tag)
     }
 
     /// Where the memory that a live allocation was cut from begins, and its size: a plain segment, or
@@ -442,7 +432,7 @@ impl<D: Driver> Engine<D> {
 
     /// As [`empty_cache`](Self::empty_cache), for one private pool that nobody uses any more.
     pub fn empty_cache_of(&self, pool: PoolId) -> Result<(), DriverError> {
-        self.give_back_cached(pool, Context::NONE)
+        self.give_back_cached(pool, Tag::NONE)
     }
 
     /// Puts back what an allocator held at some moment: its segments, the live blocks in them, and

@@ -8,7 +8,7 @@ use crate::climb::{Climb, Progress};
 use crate::driver::{Driver, StreamId};
 use crate::engine::Engine;
 use crate::error::AllocError;
-use crate::history::Context;
+use crate::history::Tag;
 use crate::locked::{Asked, Attempt};
 use crate::owner;
 
@@ -26,14 +26,9 @@ pub struct AllocFuture<'a, D: Driver> {
 }
 
 impl<'a, D: Driver> AllocFuture<'a, D> {
-    pub(crate) fn new(
-        engine: &'a Engine<D>,
-        bytes: u64,
-        stream: StreamId,
-        context: Context,
-    ) -> Self {
+    pub(crate) fn new(engine: &'a Engine<D>, bytes: u64, stream: StreamId, tag: Tag) -> Self {
         let of_maker = Some(owner::wishes());
-        let asked = Asked { blocks: false, of_maker, ..Asked::by_thread(bytes, stream, context) };
+        let asked = Asked { blocks: false, of_maker, ..Asked::by_thread(bytes, stream, tag) };
         Self { engine, asked, climb: None, alarm: None, done: false }
     }
 

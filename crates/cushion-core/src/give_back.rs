@@ -11,7 +11,7 @@ use rustc_hash::FxHashSet;
 use crate::block::{BlockId, BlockState};
 use crate::driver::{Driver, DriverResult, StreamId};
 use crate::engine::Engine;
-use crate::history::{Action, Context};
+use crate::history::{Action, Tag};
 use crate::locked::{Locked, State};
 use crate::pending::AT_ONCE;
 use crate::policy::{GiveBack, Request};
@@ -61,14 +61,14 @@ impl<D: Driver> Engine<D> {
     /// Gives back everything cached that may be: of the default pools and of private pools nobody
     /// uses any more; nothing while allocations go to a private pool, because a capture may be under
     /// way. With the id of a private pool, only that one, if nobody uses it. Waits for pending frees first.
-    pub(crate) fn give_back_cached(&self, id: PoolId, context: Context) -> DriverResult<()> {
-        let given_back = self.give_back_unless_captured(id, context);
+    pub(crate) fn give_back_cached(&self, id: PoolId, tag: Tag) -> DriverResult<()> {
+        let given_back = self.give_back_unless_captured(id, tag);
         self.locked(|engine| engine.state.shrink());
         self.wake();
         given_back
     }
 
-    fn give_back_unless_captured(&self, id: PoolId, context: Context) -> DriverResult<()> {
+    fn give_back_unless_captured(&self, id: PoolId, tag: Tag) -> DriverResult<()> {
         let _no_capture_begins = self.no_capture_begins();
         if id == PoolId::DEFAULT {
             if self.locked(|engine| engine.is_recording()) {
@@ -88,17 +88,17 @@ impl<D: Driver> Engine<D> {
             halves.extend([(id, false), (id, true)]);
         }
         halves.extend(pools.iter().flat_map(|&pool| [(pool, true), (pool, false)]));
-        let given_back = self.give_back_halves(&halves, context);
+        let given_back = self.give_back_halves(&halves, tag);
         self.locked(|mut engine| pools.into_iter().for_each(|pool| engine.close_if_empty(pool)));
         given_back
     }
 
     /// Gives back what it may of these halves of pools: plain segments first, then, after one wait for the device, pages.
     /// While allocations go to a private pool, a capture may be under way, which a wait would end: pages stay.
-    fn give_back_halves(&self, halves: &[(PoolId, bool)], context: Context) -> DriverResult<()> {
+    fn give_back_halves(&self, halves: &[(PoolId, bool)], tag: Tag) -> DriverResult<()> {
         for &(pool, small) in halves {
             let leaving = self.locked(|mut engine| engine.detach_half(pool, small));
-            self.release(leaving, context)?;
+            self.release(leaving, tag)?;
         }
         // What another thread frees meanwhile may lie beside what was waited for.
         for _ in 0..3 {
@@ -108,7 +108,7 @@ impl<D: Driver> Engine<D> {
             }
             let proof = self.wait_for_device()?;
             let blocks = blocks.into_iter().map(|id| (id, proof)).collect();
-            let (_, all) = self.unmap_blocks(blocks, context)?;
+            let (_, all) = self.unmap_blocks(blocks, tag)?;
             if all {
                 break;
             }
@@ -144,7 +144,7 @@ impl<D: Driver> Engine<D> {
 
     /// Gives segments back to the driver, and returns how many bytes it took. Where it fails, those not
     /// yet given back are put into their pools again. Whoever waits is to be woken afterwards.
-    pub(crate) fn release(&self, leaving: Vec<Leaving>, context: Context) -> DriverResult<u64> {
+    pub(crate) fn release(&self, leaving: Vec<Leaving>, tag: Tag) -> DriverResult<u64> {
         if leaving.is_empty() {
             return Ok(0);
         }
@@ -162,7 +162,7 @@ impl<D: Driver> Engine<D> {
             for (index, segment) in leaving.into_iter().enumerate() {
                 if index < taken {
                     won += segment.bytes;
-                    engine.segment_left(&segment, context);
+                    engine.segment_left(&segment, tag);
                 } else {
                     engine.segment_stays(&segment);
                 }
@@ -552,7 +552,7 @@ impl<D: Driver> Locked<'_, D> {
     }
 
     /// The driver took a segment.
-    fn segment_left(&mut self, segment: &Leaving, context: Context) {
+    fn segment_left(&mut self, segment: &Leaving, tag: Tag) {
         let &Leaving { block, address, bytes } = segment;
         let State { blocks, segments, pools, leaving, .. } = &mut *self.state;
         *leaving -= bytes;
@@ -560,9 +560,9 @@ impl<D: Driver> Locked<'_, D> {
         let (pool, stream) = (block.pool, block.stream);
         pools[pool].segment_went(stream, self.lanes);
         let segment = segments.remove(block.segment);
-        let context = if context == Context::NONE { segment.context } else { context };
+        let tag = if tag == Tag::NONE { segment.tag } else { tag };
         self.counters.num_device_free.add(1);
-        self.record(Action::SegmentFree, address, bytes, (stream, pool), context);
+        self.record(Action::SegmentFree, address, bytes, (stream, pool), tag);
     }
 }
 
@@ -592,11 +592,11 @@ mod tests {
         });
         let leaving = gpu.locked(|mut engine| engine.detach_segments(&[of_graph, of_default]));
         assert_eq!(leaving.iter().map(|it| it.address).collect::<Vec<_>>(), [own]);
-        assert_eq!(gpu.release(leaving, crate::history::Context::NONE), Ok(20 * MIB));
+        assert_eq!(gpu.release(leaving, crate::history::Tag::NONE), Ok(20 * MIB));
         gpu.release_pool(pool).unwrap();
         let leaving = gpu.locked(|mut engine| engine.detach_segments(&[of_graph]));
         assert_eq!(leaving.iter().map(|it| it.address).collect::<Vec<_>>(), [graphs]);
-        assert_eq!(gpu.release(leaving, crate::history::Context::NONE), Ok(20 * MIB));
+        assert_eq!(gpu.release(leaving, crate::history::Tag::NONE), Ok(20 * MIB));
         gpu.check_invariants().unwrap();
     }
 }

@@ -2,7 +2,7 @@
 
 use crate::block::{Block, BlockId, BlockState};
 use crate::driver::{Driver, DriverResult};
-use crate::history::{Action, Context};
+use crate::history::{Action, Tag};
 use crate::homes::Found;
 use crate::locked::{Locked, State};
 use crate::owner::Owner;
@@ -18,23 +18,23 @@ impl<D: Driver> Locked<'_, D> {
         request: &Request,
         policy: Policy,
         may_borrow: bool,
-        context: Context,
+        tag: Tag,
     ) -> DriverResult<Option<u64>> {
         if let Some(found) = self.find_recalled(request, policy) {
-            return Ok(Some(self.hand_out(found, policy, request, context)));
+            return Ok(Some(self.hand_out(found, policy, request, tag)));
         }
         if may_borrow
             && policy.rules().stitches()
             && !request.small
             && !self.is_recording()
             && self.growing_passes_high_water(request)
-            && let Some(address) = self.borrow_idle(request, context)
+            && let Some(address) = self.borrow_idle(request, tag)
         {
             return Ok(Some(address));
         }
-        let block = self.ask_driver(request, policy, context)?;
+        let block = self.ask_driver(request, policy, tag)?;
         let found = block.map(Found::Block);
-        Ok(found.map(|found| self.hand_out(found, policy, request, context)))
+        Ok(found.map(|found| self.hand_out(found, policy, request, tag)))
     }
 
     /// A free block for the request out of new memory, in its lane; `None` if memory ran out.
@@ -42,7 +42,7 @@ impl<D: Driver> Locked<'_, D> {
         &mut self,
         request: &Request,
         policy: Policy,
-        context: Context,
+        tag: Tag,
     ) -> DriverResult<Option<BlockId>> {
         if self.wanted_of(request) > self.device.total {
             return Ok(None);
@@ -54,15 +54,15 @@ impl<D: Driver> Locked<'_, D> {
             return Ok(None);
         }
         match source {
-            Source::Home => self.grow_homes(request, policy, context),
-            Source::Plain(bytes) => self.plain_segment(bytes, request, policy, context),
-            Source::Extend(block) => self.extend(block, request.size, context),
+            Source::Home => self.grow_homes(request, policy, tag),
+            Source::Plain(bytes) => self.plain_segment(bytes, request, policy, tag),
+            Source::Extend(block) => self.extend(block, request.size, tag),
             Source::Reserve { bytes, page_size } => {
                 let bytes = self.addresses_as_pytorch(request, bytes, page_size);
                 let backing = Backing::Pages { page_size };
-                match self.paged_segment(bytes, backing, request, policy, context)? {
+                match self.paged_segment(bytes, backing, request, policy, tag)? {
                     Some(unmapped) => {
-                        let grown = self.extend(unmapped, request.size, context);
+                        let grown = self.extend(unmapped, request.size, tag);
                         self.leave_if_unused(unmapped);
                         grown
                     }
@@ -83,10 +83,10 @@ impl<D: Driver> Locked<'_, D> {
         bytes: u64,
         request: &Request,
         policy: Policy,
-        context: Context,
+        tag: Tag,
     ) -> DriverResult<Option<BlockId>> {
         let Some(address) = unless_full(self.driver.alloc(bytes))? else { return Ok(None) };
-        let id = self.add_segment(address, bytes, request, Backing::Plain, policy, context);
+        let id = self.add_segment(address, bytes, request, Backing::Plain, policy, tag);
         self.insert_free(id);
         let small = request.small;
         self.counters.segment.increase(small, 1);
@@ -98,7 +98,7 @@ impl<D: Driver> Locked<'_, D> {
         }
         self.counters.num_device_alloc.add(1);
         let place = (request.stream, request.pool);
-        self.record(Action::SegmentAlloc, address, bytes, place, context);
+        self.record(Action::SegmentAlloc, address, bytes, place, tag);
         Ok(Some(id))
     }
 
@@ -109,10 +109,10 @@ impl<D: Driver> Locked<'_, D> {
         backing: Backing,
         request: &Request,
         policy: Policy,
-        context: Context,
+        tag: Tag,
     ) -> DriverResult<Option<BlockId>> {
         let Some(address) = unless_full(self.driver.reserve(bytes))? else { return Ok(None) };
-        let id = self.add_segment(address, bytes, request, backing, policy, context);
+        let id = self.add_segment(address, bytes, request, backing, policy, tag);
         self.state.blocks[id].state = BlockState::Unmapped;
         let lane = self.state.pools[request.pool].lane_mut(request.stream);
         lane.insert_unmapped(address, id);
@@ -129,13 +129,13 @@ impl<D: Driver> Locked<'_, D> {
         request: &Request,
         backing: Backing,
         policy: Policy,
-        context: Context,
+        tag: Tag,
     ) -> BlockId {
         let &Request { pool, stream, .. } = request;
         let State { blocks, segments, pools, .. } = &mut *self.state;
         pools[pool].segment_came(stream, self.lanes);
         let segment =
-            segments.insert(Segment { address, size, pool, stream, backing, policy, context });
+            segments.insert(Segment { address, size, pool, stream, backing, policy, tag });
         blocks.insert(Block {
             address,
             size,
@@ -150,7 +150,7 @@ impl<D: Driver> Locked<'_, D> {
             freed: Moment::default(),
             events: 0,
             uses: None,
-            context: Context::NONE,
+            tag: Tag::NONE,
             owner: Owner::NOBODY,
         })
     }
@@ -161,7 +161,7 @@ impl<D: Driver> Locked<'_, D> {
         &mut self,
         start: BlockId,
         size: u64,
-        context: Context,
+        tag: Tag,
     ) -> DriverResult<Option<BlockId>> {
         let mut at = start;
         loop {
@@ -175,7 +175,7 @@ impl<D: Driver> Locked<'_, D> {
                 (at, size)
             };
             let bytes = missing.min(self.state.blocks[target].size);
-            if !self.map_block(target, bytes, context)? {
+            if !self.map_block(target, bytes, tag)? {
                 return Ok(None);
             }
             at = target;
@@ -183,40 +183,30 @@ impl<D: Driver> Locked<'_, D> {
     }
 
     /// Puts pages behind the first `bytes` bytes, or more, of an unmapped block; false if memory ran out.
-    pub(crate) fn map_block(
-        &mut self,
-        id: BlockId,
-        bytes: u64,
-        context: Context,
-    ) -> DriverResult<bool> {
+    pub(crate) fn map_block(&mut self, id: BlockId, bytes: u64, tag: Tag) -> DriverResult<bool> {
         let block = &self.state.blocks[id];
         let lane = (block.pool, block.stream);
         match self.state.segments[block.segment].backing {
             Backing::Pages { page_size } => {
                 let sizes = vec![page_size; pages_in(bytes, page_size)];
-                self.map_pages(id, &sizes, context)
+                self.map_pages(id, &sizes, tag)
             }
             Backing::Homes => {
                 let most = block.size.min(self.may_grow_by());
                 let sizes = self.sizes_of_fresh_pages(lane, bytes, most);
-                if self.map_pages(id, &sizes, context)? {
+                if self.map_pages(id, &sizes, tag)? {
                     return Ok(true);
                 }
                 // Whole ones are more than the device has: then what is missing, and no more.
                 let least = self.sizes_of_fresh_pages(lane, bytes, 0);
-                Ok(least != sizes && self.map_pages(id, &least, context)?)
+                Ok(least != sizes && self.map_pages(id, &least, tag)?)
             }
             Backing::Plain | Backing::Stitched(_) => unreachable!("only pages come and go"),
         }
     }
 
     /// Puts pages of these sizes behind an unmapped block, from its beginning on; false if memory ran out.
-    pub(crate) fn map_pages(
-        &mut self,
-        id: BlockId,
-        sizes: &[u64],
-        context: Context,
-    ) -> DriverResult<bool> {
+    pub(crate) fn map_pages(&mut self, id: BlockId, sizes: &[u64], tag: Tag) -> DriverResult<bool> {
         let block = &self.state.blocks[id];
         let (address, room, pool, stream) = (block.address, block.size, block.pool, block.stream);
         let bytes: u64 = sizes.iter().sum();
@@ -239,7 +229,7 @@ impl<D: Driver> Locked<'_, D> {
         let private = self.state.pools[pool].id;
         self.counters.reserved_by_private.increase(private, small, bytes);
         self.counters.num_device_alloc.add(1);
-        self.record(Action::SegmentMap, address, bytes, (stream, pool), context);
+        self.record(Action::SegmentMap, address, bytes, (stream, pool), tag);
         Ok(true)
     }
 

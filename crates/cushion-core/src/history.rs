@@ -17,9 +17,9 @@ use crate::pool::{PoolId, PoolIndex};
 #[derive(
     Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default, Serialize, Deserialize,
 )]
-pub struct Context(pub u64);
+pub struct Tag(pub u64);
 
-impl Context {
+impl Tag {
     /// No tag.
     pub const NONE: Self = Self(0);
 }
@@ -94,7 +94,7 @@ pub struct Entry {
     /// When, on the engine's clock.
     pub time: Duration,
     /// The caller's tag.
-    pub context: Context,
+    pub tag: Tag,
 }
 
 /// The ring.
@@ -153,14 +153,14 @@ impl History {
 }
 
 impl<D: Driver> Locked<'_, D> {
-    pub(crate) fn record_block(&mut self, action: Action, id: BlockId, context: Context) {
+    pub(crate) fn record_block(&mut self, action: Action, id: BlockId, tag: Tag) {
         if !self.state.history.is_on() {
             return;
         }
         let block = &self.state.blocks[id];
-        let context = if context == Context::NONE { block.context } else { context };
+        let tag = if tag == Tag::NONE { block.tag } else { tag };
         let place = (block.stream, block.pool);
-        self.record(action, block.address, block.requested, place, context);
+        self.record(action, block.address, block.requested, place, tag);
     }
 
     pub(crate) fn record(
@@ -169,11 +169,11 @@ impl<D: Driver> Locked<'_, D> {
         address: u64,
         size: u64,
         (stream, pool): (StreamId, PoolIndex),
-        context: Context,
+        tag: Tag,
     ) {
         if self.state.history.is_on() {
             let pool = self.state.pools[pool].id;
-            self.record_in(action, address, size, (stream, pool), context);
+            self.record_in(action, address, size, (stream, pool), tag);
         }
     }
 
@@ -184,11 +184,11 @@ impl<D: Driver> Locked<'_, D> {
         address: u64,
         size: u64,
         (stream, pool): (StreamId, PoolId),
-        context: Context,
+        tag: Tag,
     ) {
         if self.state.history.is_on() {
             let time = self.clock.now();
-            self.state.history.push(Entry { action, address, size, stream, pool, time, context });
+            self.state.history.push(Entry { action, address, size, stream, pool, time, tag });
         }
     }
 }
@@ -205,7 +205,7 @@ mod tests {
             stream: StreamId(0),
             pool: PoolId::DEFAULT,
             time: Duration::ZERO,
-            context: Context::NONE,
+            tag: Tag::NONE,
         }
     }
 

@@ -5,7 +5,7 @@
 
 use crate::block::BlockId;
 use crate::driver::{Driver, DriverResult, StreamId};
-use crate::history::Context;
+use crate::history::Tag;
 use crate::locked::{Locked, State};
 use crate::policy::{PageSizes, Policy, Request};
 use crate::pool::PoolIndex;
@@ -151,7 +151,7 @@ impl<D: Driver> Locked<'_, D> {
         &mut self,
         request: &Request,
         policy: Policy,
-        context: Context,
+        tag: Tag,
     ) -> DriverResult<Option<BlockId>> {
         self.note_loading();
         let stitches = !request.small;
@@ -161,13 +161,13 @@ impl<D: Driver> Locked<'_, D> {
             self.split_for_range(request);
         }
         if !stitches || !self.state.homes.has_loaded || !self.growing_passes_high_water(request) {
-            let grown = self.grow_at_home(request, policy, context)?;
+            let grown = self.grow_at_home(request, policy, tag)?;
             if grown.is_some() || !stitches {
                 return Ok(grown);
             }
         }
         if !self.make_room_for_range(request.stream) {
-            return self.grow_at_home(request, policy, context);
+            return self.grow_at_home(request, policy, tag);
         }
         let at_home = self.room_at_home(request).map_or(request.size, |room| room.missing);
         // What a failed attempt leaves behind is for the next miss.
@@ -180,14 +180,12 @@ impl<D: Driver> Locked<'_, D> {
                 >= self.price(request, at_home, 0, 1);
             let no_less = self.whole_units(plan.missing) >= self.whole_units(at_home);
             let grown = if no_less || least > 0 && dearer {
-                self.grow_at_home(request, policy, context)?
-            } else if let Some(fresh) =
-                self.pages_at_home(plan.missing, request, policy, context)?
-            {
-                match self.stitch(plan, fresh, request, context)? {
+                self.grow_at_home(request, policy, tag)?
+            } else if let Some(fresh) = self.pages_at_home(plan.missing, request, policy, tag)? {
+                match self.stitch(plan, fresh, request, tag)? {
                     Some(block) => Some(block),
                     // There are no addresses for a range.
-                    None => self.grow_at_home(request, policy, context)?,
+                    None => self.grow_at_home(request, policy, tag)?,
                 }
             } else {
                 None
@@ -248,7 +246,7 @@ impl<D: Driver> Locked<'_, D> {
         &mut self,
         request: &Request,
         policy: Policy,
-        context: Context,
+        tag: Tag,
     ) -> DriverResult<Option<BlockId>> {
         let room = self.room_at_home(request);
         let missing = room.map_or(request.size, |room| room.missing);
@@ -256,10 +254,10 @@ impl<D: Driver> Locked<'_, D> {
             return Ok(None);
         }
         if let Some(Room { start, .. }) = room {
-            return self.extend(start, request.size, context);
+            return self.extend(start, request.size, tag);
         }
-        let Some(start) = self.new_homes(request, policy, context)? else { return Ok(None) };
-        let grown = self.extend(start, request.size, context);
+        let Some(start) = self.new_homes(request, policy, tag)? else { return Ok(None) };
+        let grown = self.extend(start, request.size, tag);
         self.leave_if_unused(start);
         grown
     }
@@ -269,7 +267,7 @@ impl<D: Driver> Locked<'_, D> {
         &mut self,
         request: &Request,
         policy: Policy,
-        context: Context,
+        tag: Tag,
     ) -> DriverResult<Option<BlockId>> {
         // Room for more than the device, so that what is given back low down leaves room higher up; for small requests
         // a part of it, since there can be many streams. Where addresses run out, less will do.
@@ -280,7 +278,7 @@ impl<D: Driver> Locked<'_, D> {
             let Some(bytes) = round_up(room, self.device.granularity) else {
                 return Ok(None);
             };
-            let made = self.paged_segment(bytes, Backing::Homes, request, policy, context)?;
+            let made = self.paged_segment(bytes, Backing::Homes, request, policy, tag)?;
             if let Some(id) = made {
                 let State { pools, blocks, .. } = &mut *self.state;
                 let block = &blocks[id];
@@ -338,7 +336,7 @@ impl<D: Driver> Locked<'_, D> {
         missing: u64,
         request: &Request,
         policy: Policy,
-        context: Context,
+        tag: Tag,
     ) -> DriverResult<Option<Vec<Part>>> {
         if missing == 0 {
             return Ok(Some(Vec::new()));
@@ -358,14 +356,14 @@ impl<D: Driver> Locked<'_, D> {
         };
         let there = unmapped(self);
         let Some(target) =
-            there.map_or_else(|| self.new_homes(&wanted, policy, context), |it| Ok(Some(it)))?
+            there.map_or_else(|| self.new_homes(&wanted, policy, tag), |it| Ok(Some(it)))?
         else {
             return Ok(None);
         };
         let (address, segment) =
             (self.state.blocks[target].address, self.state.blocks[target].segment);
         let sizes = self.sizes_of_fresh_pages((request.pool, request.stream), bytes, bytes);
-        let mapped = self.map_pages(target, &sizes, context);
+        let mapped = self.map_pages(target, &sizes, tag);
         if !matches!(mapped, Ok(true)) {
             self.leave_if_unused(target);
             return mapped.map(|_| None);

@@ -34,7 +34,6 @@ mod callbacks;
 mod check;
 mod climb;
 mod clock;
-mod contexts;
 mod engine;
 mod error;
 mod free_index;
@@ -74,6 +73,7 @@ mod stats;
 mod stitch;
 mod stuck;
 mod table;
+mod tags;
 mod trim;
 mod unmap;
 
@@ -88,7 +88,7 @@ pub use error::{
     AddressError, AllocError, Ended, FractionError, PoolError, Remedy, Shortage, Tried,
 };
 pub use future::AllocFuture;
-pub use history::{Action, Context, Entry};
+pub use history::{Action, Entry, Tag};
 pub use inject::{Faults, Injection, InjectionError};
 #[doc(hidden)]
 pub use kept::Kept;

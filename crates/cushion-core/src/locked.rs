@@ -5,10 +5,9 @@ use rustc_hash::FxHashMap;
 
 use crate::block::{BlockId, BlockState, BlockTable};
 use crate::clock::Clock;
-use crate::contexts::ToldLater;
 use crate::driver::{Driver, DriverResult, Properties, StreamId};
 use crate::error::{AddressError, AllocError};
-use crate::history::{Action, Context, History};
+use crate::history::{Action, History, Tag};
 use crate::homes::{Found, Homes};
 use crate::inject::{Injected, Injection};
 use crate::ladder::{Ladder, Rung};
@@ -27,6 +26,7 @@ use crate::segment::{Backing, SegmentTable};
 use crate::size::{block_size, is_small, segment_size};
 use crate::stats::{Counters, Lanes};
 use crate::stitch::Stitches;
+use crate::tags::ToldLater;
 
 /// Everything the lock protects.
 #[derive(Debug)]
@@ -76,7 +76,7 @@ pub(crate) struct Asked {
     /// Not zero.
     pub(crate) bytes: u64,
     pub(crate) stream: StreamId,
-    pub(crate) context: Context,
+    pub(crate) tag: Tag,
     pub(crate) owner: Owner,
     /// A thread waits for it and does nothing else, as opposed to a future.
     pub(crate) blocks: bool,
@@ -90,19 +90,10 @@ pub(crate) struct Asked {
 
 impl Asked {
     /// For this thread, which waits for it.
-    pub(crate) fn by_thread(bytes: u64, stream: StreamId, context: Context) -> Self {
+    pub(crate) fn by_thread(bytes: u64, stream: StreamId, tag: Tag) -> Self {
         let owner = owner::current();
         let in_callback = owner::is_in_callback();
-        Self {
-            bytes,
-            stream,
-            context,
-            owner,
-            blocks: true,
-            ahead: false,
-            of_maker: None,
-            in_callback,
-        }
+        Self { bytes, stream, tag, owner, blocks: true, ahead: false, of_maker: None, in_callback }
     }
 
     /// What is wanted for it. One that follows wants what `leader` wants, in whose name it asks, unless it says
@@ -173,7 +164,7 @@ impl<D: Driver> Locked<'_, D> {
             return Ok(held_up);
         }
         let request = self.request(asked.bytes, asked.stream, owner);
-        match self.serve_hit(&request, asked.context)? {
+        match self.serve_hit(&request, asked.tag)? {
             Some(address) => Ok(Attempt::Served(address)),
             None if self.state.attention && self.must_queue(asked, &request) => Ok(Attempt::Queue),
             None => Ok(Attempt::Miss),
@@ -182,19 +173,19 @@ impl<D: Driver> Locked<'_, D> {
 
     /// Serves a request from memory that is free in its own lane, whoever waits: nobody else can be served from there
     /// without a rung of the ladder.
-    fn serve_hit(&mut self, request: &Request, context: Context) -> DriverResult<Option<u64>> {
+    fn serve_hit(&mut self, request: &Request, tag: Tag) -> DriverResult<Option<u64>> {
         let policy = self.state.policy;
         let Some(found) = self.search_all(request, policy)? else { return Ok(None) };
         if self.state.attention {
             self.state.queue.passed_over(u64::MAX);
         }
         self.counters.hits.add(1);
-        Ok(Some(self.hand_out(found, policy, request, context)))
+        Ok(Some(self.hand_out(found, policy, request, tag)))
     }
 
     /// As [`alloc`](Self::alloc), and asks the driver too; but `None` where more is needed than that.
     pub(crate) fn alloc_at_once(&mut self, asked: &Asked) -> Result<Option<u64>, AllocError> {
-        let &Asked { bytes, stream, context, .. } = asked;
+        let &Asked { bytes, stream, tag, .. } = asked;
         self.begin(stream)?;
         let owner = self.lead(asked.owner);
         if self.state.attention && (self.state.injection.is_some() || self.is_held_back(owner)) {
@@ -202,7 +193,7 @@ impl<D: Driver> Locked<'_, D> {
             return Ok(None);
         }
         let request = self.request(bytes, stream, owner);
-        if let Some(address) = self.serve_hit(&request, context)? {
+        if let Some(address) = self.serve_hit(&request, tag)? {
             return Ok(Some(address));
         }
         if self.state.attention {
@@ -216,7 +207,7 @@ impl<D: Driver> Locked<'_, D> {
         }
         let skipped = self.state.options.skip_rungs.and(asked.wishes(owner).skipped);
         let may_borrow = !skipped.contains(Rung::Borrow);
-        let served = self.serve_new(&request, policy, may_borrow, context)?;
+        let served = self.serve_new(&request, policy, may_borrow, tag)?;
         if served.is_some() {
             self.counters.misses.add(1);
         }
@@ -363,7 +354,7 @@ impl<D: Driver> Locked<'_, D> {
         found: Found,
         policy: Policy,
         request: &Request,
-        context: Context,
+        tag: Tag,
     ) -> u64 {
         let id = match found {
             Found::Block(id) => id,
@@ -385,17 +376,11 @@ impl<D: Driver> Locked<'_, D> {
         let splits = block.size > request.size
             && policy.rules().splits(view, block, request.size, small)
             && (policy.rules().stitches() || !self.state.pools.is_no_split(block.pool));
-        self.take(id, splits, request, context)
+        self.take(id, splits, request, tag)
     }
 
     /// Hands out a free block: its first `request.size` bytes if it is to be split, else all of it.
-    pub(crate) fn take(
-        &mut self,
-        id: BlockId,
-        splits: bool,
-        request: &Request,
-        context: Context,
-    ) -> u64 {
+    pub(crate) fn take(&mut self, id: BlockId, splits: bool, request: &Request, tag: Tag) -> u64 {
         let block = &self.state.blocks[id];
         let (pool, address, whole) = (block.pool, block.address, block.size);
         let was_split = block.is_split();
@@ -429,7 +414,7 @@ impl<D: Driver> Locked<'_, D> {
         let block = &mut blocks[id];
         block.state = BlockState::Live;
         block.requested = request.requested;
-        block.context = context;
+        block.tag = tag;
         block.owner = request.owner;
         let (size, pool) = (block.size, block.pool);
         lane.activated(address, size);
@@ -437,7 +422,7 @@ impl<D: Driver> Locked<'_, D> {
         self.state.live.insert(address, id);
         if Self::is_spill(pool) {
             self.counters.spilled_allocation.increase(1);
-            self.record_block(Action::Alloc, id, context);
+            self.record_block(Action::Alloc, id, tag);
             return address;
         }
         self.counters.allocation.increase(small, 1);
@@ -449,19 +434,14 @@ impl<D: Driver> Locked<'_, D> {
         if self.is_oversize(size) {
             self.counters.oversize_allocations.increase(1);
         }
-        self.record_block(Action::Alloc, id, context);
+        self.record_block(Action::Alloc, id, tag);
         address
     }
 
     // ---- free ----
 
     /// Takes a block back from its owner.
-    pub(crate) fn free(
-        &mut self,
-        address: u64,
-        by: Owner,
-        context: Context,
-    ) -> Result<(), AddressError> {
+    pub(crate) fn free(&mut self, address: u64, by: Owner, tag: Tag) -> Result<(), AddressError> {
         let id = self.state.live.remove(&address).ok_or(AddressError::Unknown { address })?;
         let State { blocks, queue, pools, .. } = &mut *self.state;
         let block = &mut blocks[id];
@@ -470,7 +450,7 @@ impl<D: Driver> Locked<'_, D> {
             queue.note_freed_by(block.owner, by);
         }
         if Self::is_spill(block.pool) {
-            return self.free_spilled(id, context);
+            return self.free_spilled(id, tag);
         }
         let (size, used_elsewhere) = (block.size, block.uses.is_some());
         let small = pools[block.pool].small;
@@ -479,19 +459,19 @@ impl<D: Driver> Locked<'_, D> {
         if self.is_oversize(size) {
             self.counters.oversize_allocations.decrease(1);
         }
-        self.record_block(Action::FreeRequested, id, context);
+        self.record_block(Action::FreeRequested, id, tag);
         if used_elsewhere {
             return self
                 .free_when_done(id)
                 .map_err(|source| AddressError::Driver { address, source });
         }
-        self.complete_free(id, context);
+        self.complete_free(id, tag);
         Ok(())
     }
 
     /// The block is free for reuse on its stream: merges it with its neighbours.
-    pub(crate) fn complete_free(&mut self, id: BlockId, context: Context) {
-        self.record_block(Action::FreeCompleted, id, context);
+    pub(crate) fn complete_free(&mut self, id: BlockId, tag: Tag) {
+        self.record_block(Action::FreeCompleted, id, tag);
         let block = &self.state.blocks[id];
         debug_assert!(block.state == BlockState::Pending && block.events == 0);
         let (size, requested, stream) = (block.size, block.requested, block.stream);

@@ -21,7 +21,7 @@ use rustc_hash::{FxHashMap, FxHashSet};
 use crate::block::{BlockId, Uses};
 use crate::driver::{Driver, DriverResult, EventId, NodeId, StreamId};
 use crate::error::AddressError;
-use crate::history::Context;
+use crate::history::Tag;
 use crate::locked::{Locked, State};
 use crate::pool::PoolId;
 use crate::proof::{Moment, Proof};
@@ -414,7 +414,7 @@ impl<D: Driver> Locked<'_, D> {
             }
             self.state.pending.deferred.remove(at);
             if self.state.blocks[id].events == 0 {
-                self.complete_free(id, Context::NONE);
+                self.complete_free(id, Tag::NONE);
             }
         }
         Ok(())
@@ -440,7 +440,7 @@ impl<D: Driver> Locked<'_, D> {
         let block = &mut self.state.blocks[id];
         block.events -= 1;
         if block.events == 0 && block.uses.is_none() {
-            self.complete_free(id, Context::NONE);
+            self.complete_free(id, Tag::NONE);
         }
     }
 
@@ -502,7 +502,7 @@ impl<D: Driver> Locked<'_, D> {
         self.state.pending.ordered.insert((capture.id, stream), ordered);
         for id in free {
             self.state.blocks[id].uses = None;
-            self.complete_free(id, Context::NONE);
+            self.complete_free(id, Tag::NONE);
         }
         Ok(())
     }

@@ -15,7 +15,7 @@ use crate::block::Block;
 use crate::callbacks::Answer;
 use crate::driver::Driver;
 use crate::error::{Shortage, seconds};
-use crate::history::Context;
+use crate::history::Tag;
 use crate::ladder::{Ladder, Rung};
 use crate::locked::Locked;
 use crate::owner::{self, Owner};
@@ -43,7 +43,7 @@ pub struct Receipt {
     #[serde(skip)]
     pub owner: Owner,
     /// The tag of the request: the number of its stack, where those are recorded.
-    pub context: Context,
+    pub tag: Tag,
     /// That stack, innermost frame first.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub stack: Vec<String>,
@@ -109,7 +109,7 @@ impl Outcome {
 #[non_exhaustive]
 pub struct Group {
     /// The tag: the number of a stack, where those are recorded.
-    pub context: Context,
+    pub tag: Tag,
     /// Bytes each was asked for with.
     pub each: u64,
     /// How many there are.
@@ -153,10 +153,10 @@ const NAMED: usize = 8;
 impl<D: Driver> Locked<'_, D> {
     /// The largest groups of live allocations, and who holds most.
     pub(crate) fn who_holds_what(&self) -> (Vec<Group>, Vec<Holder>) {
-        let mut groups: FxHashMap<(Context, u64), (u64, u64)> = FxHashMap::default();
+        let mut groups: FxHashMap<(Tag, u64), (u64, u64)> = FxHashMap::default();
         let mut holders: BTreeMap<Owner, u64> = BTreeMap::new();
         // There can be very many blocks, and those made one after the other are mostly alike.
-        let of_holder = |block: &&Block| (block.owner, block.context, block.requested);
+        let of_holder = |block: &&Block| (block.owner, block.tag, block.requested);
         let mut blocks = self.live_blocks().peekable();
         while let Some(first) = blocks.next() {
             let (mut count, mut bytes) = (1, first.size);
@@ -164,19 +164,14 @@ impl<D: Driver> Locked<'_, D> {
                 count += 1;
                 bytes += more.size;
             }
-            let group = groups.entry((first.context, first.requested)).or_default();
+            let group = groups.entry((first.tag, first.requested)).or_default();
             *group = (group.0 + count, group.1 + bytes);
             *holders.entry(first.owner).or_default() += bytes;
         }
-        let of_group = |((context, each), (count, bytes))| Group {
-            context,
-            each,
-            count,
-            bytes,
-            stack: Vec::new(),
-        };
+        let of_group =
+            |((tag, each), (count, bytes))| Group { tag, each, count, bytes, stack: Vec::new() };
         let mut groups: Vec<Group> = groups.into_iter().map(of_group).collect();
-        let rank = |group: &Group| (std::cmp::Reverse(group.bytes), group.context, group.each);
+        let rank = |group: &Group| (std::cmp::Reverse(group.bytes), group.tag, group.each);
         if groups.len() > NAMED {
             groups.select_nth_unstable_by_key(NAMED, rank);
             groups.truncate(NAMED);
@@ -194,7 +189,7 @@ impl<D: Driver> Locked<'_, D> {
 pub(crate) type Listener = Arc<dyn Fn(&Receipt) + Send + Sync>;
 
 /// Says which stacks tags stand for: for each tag, in order. Called with no lock held.
-pub(crate) type Explainer = Arc<dyn Fn(&[Context]) -> Vec<Vec<String>> + Send + Sync>;
+pub(crate) type Explainer = Arc<dyn Fn(&[Tag]) -> Vec<Vec<String>> + Send + Sync>;
 
 /// The receipts of one engine.
 #[derive(Default)]
@@ -267,10 +262,10 @@ impl Receipts {
     /// Puts the stacks in that its tags stand for.
     fn explain(&self, receipt: &mut Receipt) {
         let Some(explainer) = self.inner().explainer.clone() else { return };
-        let tags: Vec<Context> = std::iter::once(receipt.context)
-            .chain(receipt.groups.iter().map(|group| group.context))
+        let tags: Vec<Tag> = std::iter::once(receipt.tag)
+            .chain(receipt.groups.iter().map(|group| group.tag))
             .collect();
-        if tags.iter().all(|&tag| tag == Context::NONE) {
+        if tags.iter().all(|&tag| tag == Tag::NONE) {
             return;
         }
         let told = std::panic::AssertUnwindSafe(|| explainer(&tags));

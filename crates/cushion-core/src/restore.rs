@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 
 use crate::block::{BlockId, BlockState};
 use crate::driver::{Driver, DriverError, StreamId};
-use crate::history::Context;
+use crate::history::Tag;
 use crate::locked::{Locked, State};
 use crate::owner::Owner;
 use crate::policy::{Policy, Request, Source};
@@ -158,7 +158,7 @@ impl<D: Driver> Locked<'_, D> {
         };
         let whole = request(held.size, held.size);
         let free = match held.range {
-            None => self.plain_segment(held.size, &whole, Policy::Segments, Context::NONE)?,
+            None => self.plain_segment(held.size, &whole, Policy::Segments, Tag::NONE)?,
             Some(start) => {
                 let offset = held.address.checked_sub(start);
                 let offset = offset.ok_or_else(|| impossible("it lies before its range"))?;
@@ -185,7 +185,7 @@ impl<D: Driver> Locked<'_, D> {
             at = block.address + block.size;
         }
         for gap in gaps {
-            let freed = self.free(gap, Owner::NOBODY, Context::NONE);
+            let freed = self.free(gap, Owner::NOBODY, Tag::NONE);
             debug_assert!(freed.is_ok(), "taken a moment ago");
         }
         Ok(base)
@@ -194,7 +194,7 @@ impl<D: Driver> Locked<'_, D> {
     /// Takes the first bytes of a free block, which keeps its identity as long as any are left.
     fn take_exactly(&mut self, free: BlockId, request: &Request) -> u64 {
         let splits = self.state.blocks[free].size > request.size;
-        self.take(free, splits, request, Context::NONE)
+        self.take(free, splits, request, Tag::NONE)
     }
 
     /// Puts pages behind a part of a reserved range, and returns the free block there.
@@ -220,7 +220,7 @@ impl<D: Driver> Locked<'_, D> {
                 let bytes = range.reach.max(fewer).min(bytes).next_multiple_of(page_size);
                 let page_size = if range.finely { self.device.granularity } else { page_size };
                 let backing = Backing::Pages { page_size };
-                let made = self.paged_segment(bytes, backing, request, policy, Context::NONE)?;
+                let made = self.paged_segment(bytes, backing, request, policy, Tag::NONE)?;
                 let Some(made) = made else { return Ok(None) };
                 self.state.blocks[made].address
             }
@@ -255,7 +255,7 @@ impl<D: Driver> Locked<'_, D> {
             lane.insert_unmapped(low, front);
             lane.insert_unmapped(address, unmapped);
         }
-        if !self.map_block(unmapped, request.size, Context::NONE)? {
+        if !self.map_block(unmapped, request.size, Tag::NONE)? {
             return Ok(None);
         }
         let free = &self.state.blocks[unmapped];

@@ -142,7 +142,7 @@ mod tests {
     use super::*;
     use crate::block::Block;
     use crate::driver::StreamId;
-    use crate::history::Context;
+    use crate::history::Tag;
     use crate::owner::Owner;
     use crate::pool::PoolTable;
     use crate::segment::SegmentId;
@@ -167,7 +167,7 @@ mod tests {
                 freed: crate::proof::Moment::default(),
                 events: 0,
                 uses: None,
-                context: Context::NONE,
+                tag: Tag::NONE,
                 owner: Owner::NOBODY,
             });
             if let Some(&before) = ids.last() {

@@ -1,7 +1,7 @@
 //! Segments: the ranges of device addresses that blocks are cut from, and what is behind them.
 
 use crate::driver::StreamId;
-use crate::history::Context;
+use crate::history::Tag;
 use crate::policy::Policy;
 use crate::pool::PoolIndex;
 use crate::stitch::StitchId;
@@ -34,7 +34,7 @@ pub(crate) struct Segment {
     /// The policy that made it, and that says what of it may be given back.
     pub(crate) policy: Policy,
     /// Who asked for it, when history is on.
-    pub(crate) context: Context,
+    pub(crate) tag: Tag,
 }
 
 impl Segment {

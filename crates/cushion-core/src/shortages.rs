@@ -6,7 +6,7 @@ use crate::callbacks::{Callback, CallbackId, Plea, Reply};
 use crate::climb::Waited;
 use crate::driver::Driver;
 use crate::engine::Engine;
-use crate::history::Context;
+use crate::history::Tag;
 use crate::inject::Injection;
 use crate::receipt::Receipt;
 
@@ -63,7 +63,7 @@ impl<D: Driver> Engine<D> {
     /// was short of memory, with no lock held.
     pub fn explain_tags(
         &self,
-        explainer: impl Fn(&[Context]) -> Vec<Vec<String>> + Send + Sync + 'static,
+        explainer: impl Fn(&[Tag]) -> Vec<Vec<String>> + Send + Sync + 'static,
     ) {
         self.receipts.explain_by(Arc::new(explainer));
     }

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use crate::block::{Block, BlockId, BlockState};
 use crate::driver::{Driver, StreamId};
-use crate::history::{Action, Context};
+use crate::history::{Action, Tag};
 use crate::locked::Locked;
 use crate::pool::{PoolId, PoolTable};
 use crate::segment::Backing;
@@ -42,7 +42,7 @@ pub struct SegmentFigures {
     /// Whether it is in host memory; the device's figures do not count it.
     pub spilled: bool,
     /// The tag of the request it was made for.
-    pub context: Context,
+    pub tag: Tag,
     /// Its blocks, in address order.
     pub blocks: Vec<BlockFigures>,
 }
@@ -60,7 +60,7 @@ pub struct BlockFigures {
     /// What it is used for.
     pub use_: BlockUse,
     /// The tag of the request.
-    pub context: Context,
+    pub tag: Tag,
 }
 
 /// What a block is used for.
@@ -117,7 +117,7 @@ impl<D: Driver> Locked<'_, D> {
                 .map(|block| block.size)
                 .sum();
             let place = (StreamId(0), PoolTable::LARGE);
-            self.record(Action::Snapshot, 0, active, place, Context::NONE);
+            self.record(Action::Snapshot, 0, active, place, Tag::NONE);
         }
         snapshot
     }
@@ -130,8 +130,8 @@ impl<D: Driver> Locked<'_, D> {
         let mut at = Some(head);
         while let Some(block) = at.map(|id| &self.state.blocks[id]) {
             let Some(use_) = use_of(block) else { break };
-            let &Block { address, size, requested, context, .. } = block;
-            blocks.push(BlockFigures { address, size, requested, use_, context });
+            let &Block { address, size, requested, tag, .. } = block;
+            blocks.push(BlockFigures { address, size, requested, use_, tag });
             at = block.next;
         }
         SegmentFigures {
@@ -143,7 +143,7 @@ impl<D: Driver> Locked<'_, D> {
             paged: !segment.is_plain(),
             stitched: matches!(segment.backing, Backing::Stitched(_)),
             spilled: Self::is_spill(first.pool),
-            context: segment.context,
+            tag: segment.tag,
             blocks,
         }
     }

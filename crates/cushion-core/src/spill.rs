@@ -8,7 +8,7 @@ use crate::block::BlockId;
 use crate::driver::{Driver, DriverResult};
 use crate::error::AddressError;
 use crate::growth::unless_full;
-use crate::history::{Action, Context};
+use crate::history::{Action, Tag};
 use crate::locked::Locked;
 use crate::pages::PageUse;
 use crate::policy::{Policy, Request};
@@ -23,11 +23,7 @@ impl<D: Driver> Locked<'_, D> {
     }
 
     /// Serves a request from host memory; `None` if it may not be, or there is none.
-    pub(crate) fn spill(
-        &mut self,
-        request: &Request,
-        context: Context,
-    ) -> DriverResult<Option<u64>> {
+    pub(crate) fn spill(&mut self, request: &Request, tag: Tag) -> DriverResult<Option<u64>> {
         let options = &self.state.options;
         let (limit, over) = (options.spill_limit, options.spill_over);
         if !self.device.has_pages {
@@ -49,17 +45,13 @@ impl<D: Driver> Locked<'_, D> {
         }
         let request = Request { pool: PoolTable::SPILL, ..*request };
         let backing = Backing::Pages { page_size: bytes };
-        let id = self.add_segment(address, bytes, &request, backing, Policy::Expandable, context);
+        let id = self.add_segment(address, bytes, &request, backing, Policy::Expandable, tag);
         self.insert_free(id);
-        Ok(Some(self.take(id, false, &request, context)))
+        Ok(Some(self.take(id, false, &request, tag)))
     }
 
     /// Takes a spilled block back from its owner: it goes once its own stream is done with it, too.
-    pub(crate) fn free_spilled(
-        &mut self,
-        id: BlockId,
-        context: Context,
-    ) -> Result<(), AddressError> {
+    pub(crate) fn free_spilled(&mut self, id: BlockId, tag: Tag) -> Result<(), AddressError> {
         let block = &mut self.state.blocks[id];
         let (address, stream) = (block.address, block.stream);
         let uses = block.uses.get_or_insert_default();
@@ -68,7 +60,7 @@ impl<D: Driver> Locked<'_, D> {
             uses.ours.push(stream);
         }
         self.counters.spilled_allocation.decrease(1);
-        self.record_block(Action::FreeRequested, id, context);
+        self.record_block(Action::FreeRequested, id, tag);
         self.free_when_done(id).map_err(|source| AddressError::Driver { address, source })
     }
 

@@ -4,7 +4,7 @@
 //! Splitting costs driver calls, and needs the work on the page to be done: where it is not, the page stays as it is.
 
 use crate::driver::Driver;
-use crate::history::{Action, Context};
+use crate::history::{Action, Tag};
 use crate::homes::Found;
 use crate::locked::Locked;
 use crate::pages::PageUse;
@@ -90,7 +90,7 @@ impl<D: Driver> Locked<'_, D> {
             // Somebody else was faster: the memory is gone, and the addresses are free for other pages.
             self.mark_unmapped(id, home, home + bytes);
             self.counters.reserved_by_private.decrease(private, small, bytes);
-            self.record(Action::SegmentUnmap, home, bytes, (stream, pool), Context::NONE);
+            self.record(Action::SegmentUnmap, home, bytes, (stream, pool), Tag::NONE);
         }
         self.count_pages();
         true

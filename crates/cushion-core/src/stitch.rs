@@ -14,7 +14,7 @@ use crate::block::{BlockId, BlockState};
 use crate::driver::{Driver, DriverResult, EventId, PageHandle, StreamId};
 use crate::engine::Engine;
 use crate::growth::unless_full;
-use crate::history::Context;
+use crate::history::Tag;
 use crate::locked::{Locked, State};
 use crate::pieces::Plan;
 use crate::policy::{Policy, Request};
@@ -327,7 +327,7 @@ impl<D: Driver> Locked<'_, D> {
         plan: Plan,
         fresh: Vec<Part>,
         request: &Request,
-        context: Context,
+        tag: Tag,
     ) -> DriverResult<Option<BlockId>> {
         let mut parts = plan.parts;
         parts.extend(fresh);
@@ -375,7 +375,7 @@ impl<D: Driver> Locked<'_, D> {
         stitches.count += 1;
         stitches.addresses += bytes;
         let backing = Backing::Stitched(id);
-        let block = self.add_segment(address, bytes, request, backing, Policy::Paged, context);
+        let block = self.add_segment(address, bytes, request, backing, Policy::Paged, tag);
         self.state.blocks[block].state = BlockState::Shadow;
         self.state.stitches.table[id].block = block;
         Ok(Some(self.lend(id, request.size)))

@@ -21,7 +21,7 @@ use crate::block::{Block, BlockId, BlockState};
 use crate::check::Violation;
 use crate::driver::{Driver, DriverResult, StreamId};
 use crate::engine::Engine;
-use crate::history::Context;
+use crate::history::Tag;
 use crate::homes::Found;
 use crate::locked::{Locked, State};
 use crate::policy::{GiveBack, Policy, Request};
@@ -164,7 +164,7 @@ impl<D: Driver> Locked<'_, D> {
         }
         self.insert_free(id);
         let (unmapped, gone) = self.unmap_block(idle, &mut Calls::unlimited());
-        self.note_unmapped(unmapped, Context::NONE);
+        self.note_unmapped(unmapped, Tag::NONE);
         if gone.is_err() && self.state.blocks.get(id).is_some_and(Block::is_free) {
             let block = &self.state.blocks[id];
             let (size, address, pool, stream) =

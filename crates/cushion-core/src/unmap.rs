@@ -6,7 +6,7 @@
 use crate::block::{BlockId, BlockState};
 use crate::driver::{Driver, DriverResult, StreamId};
 use crate::engine::Engine;
-use crate::history::{Action, Context};
+use crate::history::{Action, Tag};
 use crate::locked::{Locked, State};
 use crate::policy::GiveBack;
 use crate::pool::PoolId;
@@ -75,7 +75,7 @@ impl<D: Driver> Engine<D> {
     pub(crate) fn unmap_blocks(
         &self,
         mut blocks: Vec<(BlockId, Proof)>,
-        context: Context,
+        tag: Tag,
     ) -> DriverResult<(u64, bool)> {
         blocks.reverse();
         let (mut won, mut all) = (0, true);
@@ -91,14 +91,14 @@ impl<D: Driver> Engine<D> {
                     && let Some((id, proof)) = blocks.pop()
                 {
                     let Some(idle) = engine.idle(id, proof) else {
-                        engine.note_unmapped(open.take(), context);
+                        engine.note_unmapped(open.take(), tag);
                         all = false;
                         continue;
                     };
                     let (unmapped, rest) = engine.unmap_block(&idle, &mut calls);
-                    engine.note_unmapped(Unmapped::extend(&mut open, unmapped), context);
+                    engine.note_unmapped(Unmapped::extend(&mut open, unmapped), tag);
                     if !matches!(rest, Ok(Some(_))) {
-                        engine.note_unmapped(open.take(), context);
+                        engine.note_unmapped(open.take(), tag);
                     }
                     failed = rest.map(|rest| blocks.extend(rest.map(|rest| (rest, proof))));
                 }
@@ -164,10 +164,10 @@ impl<D: Driver> Locked<'_, D> {
     }
 
     /// Counts and records what was unmapped.
-    pub(crate) fn note_unmapped(&mut self, unmapped: Option<Unmapped>, context: Context) {
+    pub(crate) fn note_unmapped(&mut self, unmapped: Option<Unmapped>, tag: Tag) {
         let Some(Unmapped { start, end, stream, pool }) = unmapped else { return };
         self.counters.num_device_free.add(1);
-        self.record_in(Action::SegmentUnmap, start, end - start, (stream, pool), context);
+        self.record_in(Action::SegmentUnmap, start, end - start, (stream, pool), tag);
     }
 
     /// Turns `start..end` of a free block into an unmapped block, which keeps the block's identity.

@@ -10,7 +10,7 @@ mod tests {
 
     use cushion_core::size::MIB;
     use cushion_core::{
-        Callback, Context, Ended, Ladder, Outcome, Reply, Rung, RungSet, VirtualClock, set_budget,
+        Callback, Ended, Ladder, Outcome, Reply, Rung, RungSet, Tag, VirtualClock, set_budget,
         set_skipped_rungs,
     };
 
@@ -207,16 +207,16 @@ mod tests {
         gpu.explain_tags(|tags| {
             tags.iter().map(|tag| vec![format!("line {}", tag.0), "main".to_owned()]).collect()
         });
-        gpu.alloc_for(60 * MIB, S0, Context(7)).unwrap();
-        full_now(gpu.alloc_for(60 * MIB, S0, Context(8)));
+        gpu.alloc_for(60 * MIB, S0, Tag(7)).unwrap();
+        full_now(gpu.alloc_for(60 * MIB, S0, Tag(8)));
         let receipt = last(&gpu);
         assert_eq!(receipt.stack, ["line 8", "main"]);
         assert_eq!(receipt.groups[0].stack, ["line 7", "main"]);
         // One that panics, or says too little, costs no allocation.
         gpu.explain_tags(|_| panic!("no words"));
-        full_now(gpu.alloc_for(60 * MIB, S0, Context(8)));
+        full_now(gpu.alloc_for(60 * MIB, S0, Tag(8)));
         gpu.explain_tags(|_| Vec::new());
-        full_now(gpu.alloc_for(60 * MIB, S0, Context(8)));
+        full_now(gpu.alloc_for(60 * MIB, S0, Tag(8)));
         assert_eq!(last(&gpu).stack, [""; 0]);
     }
 

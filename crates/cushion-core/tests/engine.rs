@@ -8,8 +8,8 @@ mod tests {
     use cushion_core::driver::{Call, FailWhen, Fault};
     use cushion_core::size::{GIB, KIB, MIB};
     use cushion_core::{
-        AddressError, AllocError, BlockUse, Context, LastingStreams, Options, Policy, PoolError,
-        PoolId, Rung,
+        AddressError, AllocError, BlockUse, LastingStreams, Options, Policy, PoolError, PoolId,
+        Rung, Tag,
     };
 
     use crate::common::*;
@@ -268,10 +268,10 @@ mod tests {
     fn at_once_means_without_waiting_or_giving_back() {
         for conf in POLICIES {
             let gpu = gpu(100, conf);
-            let at_once = |bytes| gpu.alloc_at_once_for(bytes, S0, Context(7)).unwrap();
+            let at_once = |bytes| gpu.alloc_at_once_for(bytes, S0, Tag(7)).unwrap();
             assert_eq!(at_once(0), Some(0));
             let first = at_once(60 * MIB).expect("the driver has it");
-            assert_eq!(gpu.context_of(first), Some(Context(7)));
+            assert_eq!(gpu.tag_of(first), Some(Tag(7)));
             let (base, size) = gpu.base_of(first).unwrap();
             assert!(base <= first && first + 60 * MIB <= base + size, "{conf}");
             gpu.free(first).unwrap();
@@ -279,22 +279,22 @@ mod tests {
             gpu.free(first).unwrap();
 
             let calls = gpu.driver().counts();
-            assert_eq!(gpu.alloc_at_once_for(80 * MIB, S1, Context::NONE).unwrap(), None);
+            assert_eq!(gpu.alloc_at_once_for(80 * MIB, S1, Tag::NONE).unwrap(), None);
             let (before, after) = (calls, gpu.driver().counts());
             for call in [Call::Free, Call::Unmap, Call::StreamSynchronize, Call::EventSynchronize] {
                 assert_eq!(before.of(call), after.of(call), "{conf}: {call}");
             }
             assert_eq!(gpu.stats().num_ooms, 0, "it was not refused yet");
             take(&gpu, 80 * MIB, S1);
-            assert_eq!(gpu.alloc_at_once_for(200 * MIB, S0, Context::NONE).unwrap(), None);
+            assert_eq!(gpu.alloc_at_once_for(200 * MIB, S0, Tag::NONE).unwrap(), None);
             gpu.check_invariants().unwrap();
         }
         // Garbage is collected before the driver is asked, and that may wait.
         let gpu = gpu(100, "garbage_collection_threshold:0.1,per_process_memory_fraction:0.9");
-        assert_eq!(gpu.alloc_at_once_for(MIB, S0, Context::NONE).unwrap(), None);
+        assert_eq!(gpu.alloc_at_once_for(MIB, S0, Tag::NONE).unwrap(), None);
         let address = take(&gpu, MIB, S0);
         gpu.free(address).unwrap();
-        assert_eq!(gpu.alloc_at_once_for(MIB, S0, Context::NONE).unwrap(), Some(address));
+        assert_eq!(gpu.alloc_at_once_for(MIB, S0, Tag::NONE).unwrap(), Some(address));
     }
 
     /// Though its pages would be rounded up where there is more.

@@ -12,8 +12,8 @@ mod tests {
     use cushion_core::driver::Call;
     use cushion_core::size::{KIB, MIB};
     use cushion_core::{
-        Action, AllocError, BlockUse, Context, Driver, Engine, EngineConfig, SimConfig, SimDriver,
-        StreamFilter, StreamId, VirtualClock,
+        Action, AllocError, BlockUse, Driver, Engine, EngineConfig, SimConfig, SimDriver,
+        StreamFilter, StreamId, Tag, VirtualClock,
     };
 
     use crate::common::*;
@@ -107,7 +107,7 @@ mod tests {
 
             gpu.record_history(100);
             clock.advance(Duration::from_secs(3));
-            let address = gpu.alloc_for(19 * MIB + 1, S1, Context(5)).unwrap();
+            let address = gpu.alloc_for(19 * MIB + 1, S1, Tag(5)).unwrap();
             gpu.free(address).unwrap();
             clock.advance(Duration::from_secs(4));
             full_now(gpu.alloc(100 * MIB, S1));
@@ -119,7 +119,7 @@ mod tests {
             assert_eq!((&actions[..], dropped), (&start[..], 0), "{conf}");
             assert_eq!((entries[0].size, entries[1].size), (20 * MIB, 19 * MIB + 1));
             assert_eq!((entries[1].address, entries[1].stream), (address, S1));
-            assert_eq!((entries[1].context, entries[2].context), (Context(5), Context(5)));
+            assert_eq!((entries[1].tag, entries[2].tag), (Tag(5), Tag(5)));
             assert_eq!((entries[4].address, entries[4].size), (78 * MIB, 100 * MIB));
             let times = [entries[1].time, entries[4].time].map(|time| time.as_secs());
             assert_eq!(times, [3, 7]);

@@ -20,8 +20,8 @@ mod tests {
     };
     use cushion_core::size::MIB;
     use cushion_core::{
-        AllocError, Bell, CallbackId, Clock, Context as Tag, Driver, Ended, Engine, EngineConfig,
-        Ladder, Rung, SimClock, SimConfig, SimDriver, StreamId, Task, VirtualClock, set_budget,
+        AllocError, Bell, CallbackId, Clock, Driver, Ended, Engine, EngineConfig, Ladder, Rung,
+        SimClock, SimConfig, SimDriver, StreamId, Tag, Task, VirtualClock, set_budget,
     };
 
     use crate::common::*;

@@ -201,8 +201,8 @@ mod tests {
         it.gpu.trim().unwrap();
         it.once(200, S0);
         it.until_leaving(200, S0);
-        let context = cushion_core::Context::NONE;
-        assert!(it.gpu.alloc_at_once_for(200 * MIB, S0, context).unwrap().is_some());
+        let tag = cushion_core::Tag::NONE;
+        assert!(it.gpu.alloc_at_once_for(200 * MIB, S0, tag).unwrap().is_some());
     }
 
     #[test]

@@ -201,8 +201,7 @@ mod tests {
                             let address = gpu.alloc(bytes, S1).unwrap();
                             assert_eq!(address, there, "{conf}");
                             gpu.free(address).unwrap();
-                            let at_once =
-                                gpu.alloc_at_once_for(bytes, S1, cushion_core::Context::NONE);
+                            let at_once = gpu.alloc_at_once_for(bytes, S1, cushion_core::Tag::NONE);
                             assert_eq!(at_once.unwrap(), Some(there), "{conf}");
                             gpu.free(there).unwrap();
                         }

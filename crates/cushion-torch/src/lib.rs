@@ -558,8 +558,8 @@ mod _cushion {
     #[pyfunction]
     fn allocation_traceback(py: Python<'_>, address: u64) -> PyResult<Option<Bound<'_, PyList>>> {
         let _reading = Reading::begin();
-        let context = py.detach(|| devices().made().find_map(|(_, e)| e.context_of(address)));
-        let stack = context.and_then(recorder::stack_of);
+        let tag = py.detach(|| devices().made().find_map(|(_, e)| e.tag_of(address)));
+        let stack = tag.and_then(recorder::stack_of);
         stack.map(|stack| stacks::show(py, stack)).transpose()
     }
 

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use cushion::core::{Context, Receipt};
+use cushion::core::{Receipt, Tag};
 use cushion::{DeviceEngine, devices};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -142,8 +142,8 @@ fn tell(receipt: &Receipt) {
 
 // ---- words ----
 
-fn stacks_of(tags: &[Context]) -> Vec<Vec<String>> {
-    let has_stack = |tag: &Context| recorder::stack_of(*tag).is_some();
+fn stacks_of(tags: &[Tag]) -> Vec<Vec<String>> {
+    let has_stack = |tag: &Tag| recorder::stack_of(*tag).is_some();
     if !tags.iter().any(has_stack) {
         return Vec::new();
     }
@@ -154,7 +154,7 @@ fn stacks_of(tags: &[Context]) -> Vec<Vec<String>> {
     told.unwrap_or_default()
 }
 
-fn stack_of(py: Python<'_>, tag: Context) -> PyResult<Vec<String>> {
+fn stack_of(py: Python<'_>, tag: Tag) -> PyResult<Vec<String>> {
     let Some(stack) = recorder::stack_of(tag) else { return Ok(Vec::new()) };
     let frames: Bound<'_, PyList> = stacks::show(py, stack)?;
     let mut lines = Vec::new();

@@ -8,7 +8,7 @@ use std::num::NonZeroU32;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
-use cushion::core::Context;
+use cushion::core::Tag;
 use cushion::devices;
 use pyo3::Python;
 use rustc_hash::FxHashSet;
@@ -86,10 +86,10 @@ pub(crate) struct Noted {
 }
 
 impl Noted {
-    pub(crate) fn tag(&self) -> Context {
+    pub(crate) fn tag(&self) -> Tag {
         let stack = self.stack.as_ref().map_or(0, |(number, _)| number.get());
         let text = self.text.as_ref().map_or(0, |(number, _)| number.get());
-        Context(u64::from(text) << 32 | u64::from(stack))
+        Tag(u64::from(text) << 32 | u64::from(stack))
     }
 }
 
@@ -106,18 +106,18 @@ fn current() -> Option<Numbered<str>> {
 }
 
 /// The stack in a tag.
-pub(crate) fn stack_of(context: Context) -> Option<StackId> {
+pub(crate) fn stack_of(tag: Tag) -> Option<StackId> {
     #[expect(clippy::cast_possible_truncation, reason = "the low half is the stack's number")]
-    NonZeroU32::new(context.0 as u32).map(StackId)
+    NonZeroU32::new(tag.0 as u32).map(StackId)
 }
 
-fn text_of(context: Context) -> Option<NonZeroU32> {
-    u32::try_from(context.0 >> 32).ok().and_then(NonZeroU32::new)
+fn text_of(tag: Tag) -> Option<NonZeroU32> {
+    u32::try_from(tag.0 >> 32).ok().and_then(NonZeroU32::new)
 }
 
 /// The metadata in a tag; empty if there was none.
-pub(crate) fn metadata_of(context: Context) -> String {
-    let text = text_of(context).and_then(|number| lock(&TEXTS).kept.get(number));
+pub(crate) fn metadata_of(tag: Tag) -> String {
+    let text = text_of(tag).and_then(|number| lock(&TEXTS).kept.get(number));
     text.map(|text| text.to_string()).unwrap_or_default()
 }
 
@@ -180,8 +180,8 @@ pub(crate) fn sweep(py: Python<'_>) {
     let mut texts_used = FxHashSet::default();
     let mut looked_at = 0;
     for (_, engine) in devices().made() {
-        let mut before = Context::NONE;
-        engine.contexts_in_use(|tag| {
+        let mut before = Tag::NONE;
+        engine.tags_in_use(|tag| {
             looked_at += 1;
             // The same ones often come one after another.
             if std::mem::replace(&mut before, tag) != tag {

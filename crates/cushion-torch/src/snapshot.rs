@@ -85,7 +85,7 @@ impl<'py> Writer<'py> {
         if segment.stitched {
             result.set_item("stitched", true)?;
         }
-        result.set_item("frames", self.frames(recorder::stack_of(segment.context))?)?;
+        result.set_item("frames", self.frames(recorder::stack_of(segment.tag))?)?;
         let blocks = PyList::empty(py);
         for block in &segment.blocks {
             blocks.append(self.block(block)?)?;
@@ -98,7 +98,7 @@ impl<'py> Writer<'py> {
         let py = self.py;
         let result = PyDict::new(py);
         let is_free = block.use_ == BlockUse::Free;
-        let stack = if is_free { None } else { recorder::stack_of(block.context) };
+        let stack = if is_free { None } else { recorder::stack_of(block.tag) };
         result.set_item(intern!(py, "address"), block.address)?;
         result.set_item(intern!(py, "size"), block.size)?;
         result.set_item(intern!(py, "requested_size"), block.requested)?;
@@ -117,10 +117,10 @@ impl<'py> Writer<'py> {
         result.set_item(intern!(py, "stream"), entry.stream.0)?;
         result.set_item(intern!(py, "time_us"), entry.time.as_micros())?;
         result.set_item(intern!(py, "compile_context"), intern!(py, "N/A"))?;
-        result.set_item(intern!(py, "user_metadata"), recorder::metadata_of(entry.context))?;
+        result.set_item(intern!(py, "user_metadata"), recorder::metadata_of(entry.tag))?;
         result.set_item(intern!(py, "pool_id"), (entry.pool.0, entry.pool.1))?;
         if recorder::level() >= Level::Alloc
-            && let Some(stack) = recorder::stack_of(entry.context)
+            && let Some(stack) = recorder::stack_of(entry.tag)
         {
             result.set_item(intern!(py, "frames"), self.frames(Some(stack))?)?;
         }

@@ -7,7 +7,7 @@ use super::{Climb, Seen};
 use crate::driver::{Driver, DriverError};
 use crate::engine::{Engine, ring};
 use crate::error::{AllocError, Ended, Shortage};
-use crate::history::{Action, Context};
+use crate::history::{Action, Tag};
 use crate::ladder::Rung;
 use crate::locked::Locked;
 use crate::owner;
@@ -29,7 +29,7 @@ struct Held {
     groups: Vec<Group>,
     holders: Vec<Holder>,
     /// The tags of the groups, which count as referred to until the receipt is filed.
-    tags: Arc<[Context]>,
+    tags: Arc<[Tag]>,
     /// All that had been allocated and freed so far: as long as that is the same, so is this.
     as_of: [u64; 3],
 }
@@ -162,7 +162,7 @@ impl<D: Driver> Engine<D> {
             ladder: climb.ladder,
             who: owner::name_of(climb.asked.owner),
             owner: climb.asked.owner,
-            context: climb.asked.context,
+            tag: climb.asked.tag,
             stack: Vec::new(),
             outcome,
             shortage: shortage.clone(),
@@ -195,7 +195,7 @@ impl<D: Driver> Locked<'_, D> {
             self.counters.num_ooms.add(1);
             let request = self.request_of(climb);
             let (place, free) = ((request.stream, request.pool), shortage.device_free.unwrap_or(0));
-            self.record(Action::OutOfMemory, free, request.size, place, climb.asked.context);
+            self.record(Action::OutOfMemory, free, request.size, place, climb.asked.tag);
         }
     }
 

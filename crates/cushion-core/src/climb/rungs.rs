@@ -46,7 +46,7 @@ impl<D: Driver> Engine<D> {
     pub(super) fn collect_garbage(&self, climb: &Climb) -> Visit {
         let given_back = self.giving_back(climb, || {
             let leaving = self.locked(|mut engine| engine.detach_garbage());
-            Ok((self.release(leaving, climb.asked.context)?, ()))
+            Ok((self.release(leaving, climb.asked.tag)?, ()))
         });
         match given_back {
             None => Visit::Left(Ended::Illegal),
@@ -87,21 +87,18 @@ impl<D: Driver> Engine<D> {
     }
 
     pub(super) fn borrow(&self, climb: &Climb) -> DriverResult<Visit> {
-        let context = climb.asked.context;
+        let tag = climb.asked.tag;
         self.locked(|mut engine| {
             let request = engine.request_of(climb);
             let served = match climb.ladder {
                 // PyTorch passes over pages here.
-                Ladder::Torch => engine.borrow_from_pools(&request, Policy::Segments, context),
+                Ladder::Torch => engine.borrow_from_pools(&request, Policy::Segments, tag),
                 Ladder::Graceful => {
                     let policy = engine.state.policy;
-                    match engine.borrow_from_pools(&request, policy, context) {
-                        None if !engine.is_recording() => engine.borrow_from_streams(
-                            &request,
-                            Lend::Whole,
-                            Proof::NONE,
-                            context,
-                        )?,
+                    match engine.borrow_from_pools(&request, policy, tag) {
+                        None if !engine.is_recording() => {
+                            engine.borrow_from_streams(&request, Lend::Whole, Proof::NONE, tag)?
+                        }
                         served => served,
                     }
                 }
@@ -119,8 +116,8 @@ impl<D: Driver> Engine<D> {
             let proof = if waits { self.wait_for_device()? } else { Proof::NONE };
             self.locked(|mut engine| {
                 let request = engine.request_of(climb);
-                let context = climb.asked.context;
-                engine.borrow_from_streams(&request, Lend::Pieces, proof, context)
+                let tag = climb.asked.tag;
+                engine.borrow_from_streams(&request, Lend::Pieces, proof, tag)
             })
         });
         let Some(served) = served else { return Ok(Visit::Left(Ended::Illegal)) };
@@ -191,7 +188,7 @@ impl<D: Driver> Engine<D> {
                 let request = engine.request_of(climb);
                 engine.detach_oversize(&request)
             });
-            Ok((self.release(leaving, climb.asked.context)?, enough))
+            Ok((self.release(leaving, climb.asked.tag)?, enough))
         });
         match given_back {
             None => Visit::Left(Ended::Illegal),
@@ -206,10 +203,10 @@ impl<D: Driver> Engine<D> {
     /// Gives back what is cached, if that would be enough. PyTorch does so in any case, and waits for all
     /// pending frees first.
     pub(super) fn give_back(&self, climb: &Climb) -> DriverResult<Visit> {
-        let context = climb.asked.context;
+        let tag = climb.asked.tag;
         if climb.ladder == Ladder::Torch {
             let before = self.counters.reserved_bytes.current();
-            self.give_back_cached(PoolId::DEFAULT, context)?;
+            self.give_back_cached(PoolId::DEFAULT, tag)?;
             let after = self.counters.reserved_bytes.current();
             return Ok(Visit::Won(before.saturating_sub(after)));
         }
@@ -225,9 +222,9 @@ impl<D: Driver> Engine<D> {
                 engine.enough_to_give_back(&request, proof)
             })?;
             // Pages first: what is detached must not be lost to a driver that fails.
-            let (unmapped, _) = self.unmap_blocks(pages, context)?;
+            let (unmapped, _) = self.unmap_blocks(pages, tag)?;
             let leaving = self.locked(|mut engine| engine.detach_segments(&segments));
-            let released = self.release(leaving, context)?;
+            let released = self.release(leaving, tag)?;
             self.locked(|mut engine| engine.close_empty_pools());
             Ok((unmapped + released, ()))
         });
@@ -355,7 +352,7 @@ impl<D: Driver> Engine<D> {
                 return Ok(Visit::Left(Ended::Illegal));
             }
             let request = engine.request_of(climb);
-            let served = engine.spill(&request, climb.asked.context)?;
+            let served = engine.spill(&request, climb.asked.tag)?;
             Ok(served.map_or(Visit::Left(Ended::Nothing), |address| Visit::Served(address, 0)))
         })
     }
@@ -463,7 +460,7 @@ impl<D: Driver> Locked<'_, D> {
         let request = self.request_of(climb);
         let policy = self.state.policy;
         let found = self.search(&request, policy)?;
-        Some(self.hand_out(found, policy, &request, climb.asked.context))
+        Some(self.hand_out(found, policy, &request, climb.asked.tag))
     }
 
     /// Serves the request from memory that the driver gives now.
@@ -471,7 +468,7 @@ impl<D: Driver> Locked<'_, D> {
         let request = self.request_of(climb);
         // What is asked for ahead has to be the stream's own.
         let may_borrow = !climb.asked.ahead && !climb.options.skip_rungs.contains(Rung::Borrow);
-        self.serve_new(&request, self.state.policy, may_borrow, climb.asked.context)
+        self.serve_new(&request, self.state.policy, may_borrow, climb.asked.tag)
     }
 
     /// Borrows, unless that rung is switched off, or what is borrowed would not help.
@@ -483,7 +480,7 @@ impl<D: Driver> Locked<'_, D> {
         if climb.asked.ahead || climb.options.skip_rungs.contains(Rung::Borrow) {
             return Ok(None);
         }
-        self.borrow_from_streams(request, Lend::Whole, Proof::NONE, climb.asked.context)
+        self.borrow_from_streams(request, Lend::Whole, Proof::NONE, climb.asked.tag)
     }
 
     pub(super) fn is_legal(&self, legal: Legal, asked: &Asked) -> DriverResult<bool> {

@@ -13,8 +13,8 @@ use super::gpu::Gpu;
 use super::{CAPACITY, RealClock};
 use crate::random::Random;
 use crate::{
-    AddressError, AllocError, Context, Engine, EngineConfig, LastingStreams, Policy, PoolId,
-    SimConfig, SimDriver, StreamId,
+    AddressError, AllocError, Engine, EngineConfig, LastingStreams, Policy, PoolId, SimConfig,
+    SimDriver, StreamId, Tag,
 };
 
 /// Threads that allocate, each on the stream of its number.
@@ -285,8 +285,8 @@ impl Shared {
         let most = [1 << 20, 4 << 20, 40 << 20, 40 << 20][index(random.next(), 4)];
         let size = 1 + random.next() % most;
         let asked = match random.next() % 8 {
-            0 | 1 => match self.engine.alloc_at_once_for(size, stream, Context::NONE) {
-                Ok(None) => self.engine.alloc_for(size, stream, Context::NONE),
+            0 | 1 => match self.engine.alloc_at_once_for(size, stream, Tag::NONE) {
+                Ok(None) => self.engine.alloc_for(size, stream, Tag::NONE),
                 at_once => at_once.map(Option::unwrap_or_default),
             },
             2 => self.poll(random, size, stream)?,

@@ -17,8 +17,8 @@ use super::{Action, CAPACITY, Setup};
 use crate::driver::{Bytes, Call, FailWhen, Fault};
 use crate::random::Random;
 use crate::{
-    AddressError, AllocError, Clock, Context, Engine, EngineConfig, Ladder, LastingStreams, Policy,
-    PoolError, PoolId, SimClock, SimConfig, SimDriver, StreamId,
+    AddressError, AllocError, Clock, Engine, EngineConfig, Ladder, LastingStreams, Policy,
+    PoolError, PoolId, SimClock, SimConfig, SimDriver, StreamId, Tag,
 };
 
 /// Options that [`Action::Configure`] switches between.
@@ -398,10 +398,10 @@ impl World {
             return;
         }
         let before = self.engine.stats().allocation.all.current;
-        let at_once = self.engine.alloc_at_once_for(size, stream, Context::NONE);
+        let at_once = self.engine.alloc_at_once_for(size, stream, Tag::NONE);
         let result = match at_once {
             Ok(Some(address)) => Ok(address),
-            Ok(None) => self.engine.alloc_for(size, stream, Context::NONE),
+            Ok(None) => self.engine.alloc_for(size, stream, Tag::NONE),
             Err(error) => Err(error),
         };
         self.take(size, stream, before, result);

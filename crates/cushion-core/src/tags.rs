@@ -5,18 +5,18 @@ use std::sync::{Arc, Weak};
 use crate::block::BlockState;
 use crate::driver::Driver;
 use crate::engine::Engine;
-use crate::history::Context;
+use crate::history::Tag;
 use crate::receipt::Group;
 
 /// The tags that receipts in the making will name: of memory that may be free by the time they are filed, after a wait
 /// of minutes.
 #[derive(Debug, Default)]
-pub(crate) struct ToldLater(Vec<Weak<[Context]>>);
+pub(crate) struct ToldLater(Vec<Weak<[Tag]>>);
 
 impl ToldLater {
     /// The tags of these groups count as referred to for as long as the caller keeps what is returned.
-    pub(crate) fn hold(&mut self, groups: &[Group]) -> Arc<[Context]> {
-        let held: Arc<[Context]> = groups.iter().map(|group| group.context).collect();
+    pub(crate) fn hold(&mut self, groups: &[Group]) -> Arc<[Tag]> {
+        let held: Arc<[Tag]> = groups.iter().map(|group| group.tag).collect();
         self.0.retain(|told| told.strong_count() > 0);
         self.0.push(Arc::downgrade(&held));
         held
@@ -29,21 +29,21 @@ impl<D: Driver> Engine<D> {
     /// request that is on its way was given is not among them until it is served or refused: who gave it knows it.
     ///
     /// `f` is called with the engine's lock held, and must not call the engine.
-    pub fn contexts_in_use(&self, mut f: impl FnMut(Context)) {
+    pub fn tags_in_use(&self, mut f: impl FnMut(Tag)) {
         {
             let state = self.lock();
             let in_use =
                 |state: BlockState| matches!(state, BlockState::Live | BlockState::Pending);
             let blocks = state.blocks.iter().filter(|(_, block)| in_use(block.state));
-            blocks.for_each(|(_, block)| f(block.context));
-            state.segments.iter().for_each(|(_, segment)| f(segment.context));
-            state.history.entries().for_each(|entry| f(entry.context));
+            blocks.for_each(|(_, block)| f(block.tag));
+            state.segments.iter().for_each(|(_, segment)| f(segment.tag));
+            state.history.entries().for_each(|entry| f(entry.tag));
             let told_later = state.told_later.0.iter().filter_map(Weak::upgrade);
             told_later.for_each(|tags| tags.iter().copied().for_each(&mut f));
         }
         for receipt in self.receipts.read() {
-            f(receipt.context);
-            receipt.groups.iter().for_each(|group| f(group.context));
+            f(receipt.tag);
+            receipt.groups.iter().for_each(|group| f(group.tag));
         }
     }
 }
@@ -63,7 +63,7 @@ mod tests {
 
     fn in_use(engine: &Engine<SimDriver>) -> BTreeSet<u64> {
         let mut found = BTreeSet::new();
-        engine.contexts_in_use(|tag| {
+        engine.tags_in_use(|tag| {
             found.insert(tag.0);
         });
         found.remove(&0);
@@ -75,17 +75,17 @@ mod tests {
         let engine = engine();
         let stream = StreamId(0);
         // The first makes the segment.
-        let segment = engine.alloc_for(MIB, stream, Context(1)).unwrap();
-        let live = engine.alloc_for(4096, stream, Context(2)).unwrap();
-        let pending = engine.alloc_for(4096, stream, Context(3)).unwrap();
+        let segment = engine.alloc_for(MIB, stream, Tag(1)).unwrap();
+        let live = engine.alloc_for(4096, stream, Tag(2)).unwrap();
+        let pending = engine.alloc_for(4096, stream, Tag(3)).unwrap();
         engine.free(segment).unwrap();
         engine.driver().launch(StreamId(7));
         engine.record_stream(pending, StreamId(7)).unwrap();
-        engine.free_for(pending, Context(4)).unwrap();
+        engine.free_for(pending, Tag(4)).unwrap();
         assert!(in_use(&engine).is_superset(&BTreeSet::from([1, 2, 3])));
         assert!(!in_use(&engine).contains(&4), "nothing is recorded");
         engine.record_history(2);
-        engine.free_for(live, Context(5)).unwrap();
+        engine.free_for(live, Tag(5)).unwrap();
         assert!(in_use(&engine).contains(&5) && !in_use(&engine).contains(&2));
         engine.driver().finish_all();
         engine.empty_cache().unwrap();
@@ -97,7 +97,7 @@ mod tests {
     fn a_receipt_keeps_its_tags_and_so_does_one_in_the_making() {
         let engine = Arc::new(engine());
         let stream = StreamId(0);
-        let first = engine.alloc_for(60 * MIB, stream, Context(1)).unwrap();
+        let first = engine.alloc_for(60 * MIB, stream, Tag(1)).unwrap();
         let gpu = Arc::downgrade(&engine);
         engine.on_shortage(0, move |_| {
             let gpu = gpu.upgrade().unwrap();
@@ -107,10 +107,10 @@ mod tests {
         });
         let gpu = Arc::downgrade(&engine);
         engine.explain_tags(move |tags| {
-            let named = in_use(&gpu.upgrade().unwrap()).contains(&1) && tags.contains(&Context(1));
+            let named = in_use(&gpu.upgrade().unwrap()).contains(&1) && tags.contains(&Tag(1));
             tags.iter().map(|_| vec![named.to_string()]).collect()
         });
-        let second = engine.alloc_for(60 * MIB, stream, Context(2)).unwrap();
+        let second = engine.alloc_for(60 * MIB, stream, Tag(2)).unwrap();
         let receipts = engine.receipts();
         assert_eq!(receipts[0].groups[0].stack, ["true"]);
         drop(receipts);
