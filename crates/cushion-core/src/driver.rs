@@ -54,7 +54,6 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
-use crate::policy::Policy;
 
 /// A CUDA stream, by its raw handle. Zero is the default stream.
 #[derive(
@@ -88,13 +87,6 @@ pub struct Properties {
     /// What a process takes of the device beside the memory it asks for, at most: its context and its
     /// code. What is used beyond that, and is not the engine's, other processes hold.
     pub process_overhead: u64,
-}
-
-impl Properties {
-    /// The policy in force where one is asked for: the others need pages.
-    pub(crate) fn possible(&self, asked_for: Policy) -> Policy {
-        if self.has_pages { asked_for } else { Policy::Segments }
-    }
 }
 
 /// What the device reports of its memory now, other processes included.

@@ -1,113 +1,87 @@
 //! The engine of Cushion: a caching allocator for device memory that knows nothing of CUDA, Python,
 //! files, clocks or the environment. It forbids `unsafe`.
 //!
-//! # The path of one allocation
+//! # Rooms
 //!
-//! 1. `engine.rs`: the front door takes the device's lock.
-//! 2. `size.rs`: the request is rounded; `pool.rs`, `private.rs`: its pool is chosen.
-//! 3. `pending.rs`: if frees wait for other streams, those that are done are completed.
-//! 4. `policy/`: the policy chooses a free block of the pool's lane for the stream. A hit goes to 7.
-//! 5. `climb.rs`: a miss climbs the ladder of `ladder.rs`, step by step and without the lock between
-//!    them; its first step asks the driver,
-//! 6. `growth.rs`: for a plain segment, or for pages. If memory ran out, `borrow.rs` looks elsewhere,
-//!    `give_back.rs` gives back what is cached, `queue.rs` waits for others, `spill.rs` uses the host's;
-//!    `receipt.rs` keeps the record.
-//! 7. `locked.rs`: the block is cut to size and handed out; `stats.rs` counts it and `history.rs`
-//!    notes it.
+//! Each folder is a room with one subject and private state. A room uses those below it and none above; `tests/rooms.rs`
+//! checks that. From the top:
 //!
-//! `ARCHITECTURE.md` tells the same at length, and the life of a free.
+//! | room | subject |
+//! |---|---|
+//! | `engine` | the front door: [`Engine`], its figures, its configuration |
+//! | `shortage` | what is tried when neither a free block nor the driver serves a request |
+//! | `core` | everything that the lock protects; serving a request, freeing |
+//! | `demand` | who asks, who waits and in what order |
+//! | `policy` | how memory is laid out: `segments`, `expandable`, `paged` |
+//! | `memory` | what needs heap, backing and streams, and no policy |
+//! | `backing` | physical memory: the only caller of the driver's memory calls |
+//! | `streams` | pending frees, captures, and the proof that work is done |
+//! | `heap` | blocks, segments and lanes: the only place that cuts and merges |
+//! | `ledger` | statistics and history |
+//! | `outcome` | what callers are told: errors and receipts |
+//! | `options` | options, each declared once |
+//! | `driver` | the [`Driver`] trait and the simulated device |
+//! | `base` | identifiers, tables, sizes, time |
+//!
+//! `ARCHITECTURE.md` follows one hit, one miss, one free and one refusal through the rooms.
 
 #![forbid(unsafe_code)]
 
 pub mod driver;
 pub mod options;
-#[doc(hidden)]
-pub mod random;
-pub mod size;
 pub mod testing;
 
-mod backoff;
-mod block;
-mod borrow;
-mod bytes;
-mod callbacks;
-mod check;
-mod climb;
-mod clock;
+mod backing;
+mod base;
+mod core;
+mod demand;
 mod engine;
-mod error;
-mod free_index;
-mod free_pages;
-mod future;
-mod give_back;
-mod growth;
-mod history;
-mod homes;
-mod inject;
-mod kept;
-mod ladder;
-mod layout;
-mod locked;
-mod looked_at;
-mod marks;
-mod merge;
-mod owner;
-mod pages;
-mod pending;
-mod pieces;
+mod heap;
+mod ledger;
+mod memory;
+mod outcome;
 mod policy;
-mod pool;
-mod private;
-mod proof;
-mod queue;
-mod receipt;
-mod restore;
-mod room;
-mod segment;
-mod settings;
-mod shortages;
-mod snapshot;
-mod spill;
-mod split;
-mod stats;
-mod stitch;
-mod stuck;
-mod table;
-mod tags;
-mod trim;
-mod unmap;
+mod shortage;
+mod streams;
 
-pub use bytes::parse_bytes;
-pub use callbacks::{Answer, Callback, CallbackId, Plea, Reply};
-pub use check::Violation;
-pub use climb::Waited;
-pub use clock::{Bell, Clock, VirtualClock};
+/// Byte arithmetic: units, the sizes that PyTorch rounds to, and how sizes are written for people.
+pub mod size {
+    pub use crate::base::size::*;
+    pub use crate::options::rounding::{block_size, segment_size};
+}
+
+pub use base::bytes::parse_bytes;
+pub use base::check::Violation;
+pub use base::clock::{Bell, Clock, VirtualClock};
+#[doc(hidden)]
+pub use base::looks::LookedAt;
+pub use base::names::{Owner, PoolId, Tag};
+#[doc(hidden)]
+pub use base::random;
+pub use demand::owner::{
+    Task, Working, budget, current_owner, in_callback, is_in_callback, note_waiting_in_callback,
+    priority, set_budget, set_followers, set_priority, set_skipped_rungs, skipped_rungs,
+};
+#[doc(hidden)]
+pub use demand::owner::{OwnersHeld, hold_owners};
 pub use driver::{CheckedDriver, Driver, DriverError, SimClock, SimConfig, SimDriver, StreamId};
-pub use engine::{Engine, EngineConfig, PageFigures};
-pub use error::{
+#[doc(hidden)]
+pub use engine::Kept;
+pub use engine::{
+    AllocFuture, BlockFigures, BlockUse, Engine, EngineConfig, HeldBlock, HeldSegment, PageFigures,
+    RestoreError, SegmentFigures, Snapshot,
+};
+pub use ledger::history::{Action, Entry};
+pub use ledger::lanes::LaneFigures;
+pub use ledger::stats::{Stat, StatArray, Stats};
+pub use options::inject::{Faults, Injection, InjectionError};
+pub use options::ladder::{Ladder, Rung, RungSet};
+pub use options::{Options, Policy};
+pub use outcome::error::{
     AddressError, AllocError, Ended, FractionError, PoolError, Remedy, Shortage, Tried,
 };
-pub use future::AllocFuture;
-pub use history::{Action, Entry, Tag};
-pub use inject::{Faults, Injection, InjectionError};
-#[doc(hidden)]
-pub use kept::Kept;
-pub use ladder::{Ladder, Rung, RungSet};
-#[doc(hidden)]
-pub use looked_at::LookedAt;
-pub use options::Options;
-pub use owner::{
-    Owner, Task, Working, budget, current_owner, in_callback, is_in_callback,
-    note_waiting_in_callback, priority, set_budget, set_followers, set_priority, set_skipped_rungs,
-    skipped_rungs,
-};
-#[doc(hidden)]
-pub use owner::{OwnersHeld, hold_owners};
-pub use policy::Policy;
-pub use pool::PoolId;
-pub use private::StreamFilter;
-pub use proof::LastingStreams;
-pub use receipt::{Group, Holder, Outcome, Receipt};
-pub use restore::{HeldBlock, HeldSegment, RestoreError};
-pub use snapshot::{BlockFigures, BlockUse, SegmentFigures, Snapshot};
-pub use stats::{LaneFigures, Stat, StatArray, Stats};
+pub use outcome::receipt::{Answer, Group, Holder, Outcome, Receipt};
+pub use shortage::callbacks::{Callback, CallbackId, Plea, Reply};
+pub use shortage::climb::Waited;
+pub use streams::captures::StreamFilter;
+pub use streams::proof::LastingStreams;

@@ -1,163 +1,267 @@
-//! Policies: how memory is laid out and got.
+//! Policies: how memory is laid out and obtained.
 //!
-//! A policy decides six things, and nothing else in the engine asks which policy it is: which free block
-//! serves a hit, whether several may serve it together, when a block is split, where memory for a miss comes
-//! from, how much the driver must have for it, and what of a free block may be given back. The last is asked of
-//! the policy that made the segment, because the policy can be changed while the engine runs; the others of the
-//! one in force.
+//! A policy decides which free block serves a request and how it is cut, where memory for a miss comes from, how much the
+//! driver must have for it, and what of a free block may be given back. Nothing outside this room asks which policy it is.
+//! A new policy is one more implementation of [`Rules`], in a folder of its own; `first_fit.rs` is the smallest one.
+//!
+//! The policy in force can be changed while the engine runs. Each segment remembers the policy that made it: that one is
+//! asked what becomes of the segment's blocks.
 
 mod expandable;
+#[cfg(test)]
+mod first_fit;
 mod paged;
 mod segments;
 
-pub(crate) use paged::PageSizes;
-
 use std::fmt;
 
-use serde::{Deserialize, Serialize};
+use crate::base::check::Violation;
+use crate::base::names::{PolicyIndex, Tag};
+use crate::backing::check::Unclaimed;
+use crate::driver::{Driver, DriverResult, EventId, Properties};
+use crate::heap::Chains;
+use crate::heap::block::{Block, BlockId};
+use crate::memory::unmap::{Calls, Unmapping};
+use crate::memory::{Found, GiveBack, Mem, Request};
+use crate::options::Policy;
+use crate::streams::proof::{Idle, Proof};
 
-use crate::block::{Block, BlockId, BlockTable};
-use crate::driver::{Properties, StreamId};
-use crate::options::Options;
-use crate::owner::Owner;
-use crate::pages::PageTable;
-use crate::pool::{Lane, PoolIndex};
-use crate::segment::SegmentTable;
+/// The decisions of a policy, and what it keeps about memory that it laid out.
+pub(crate) trait Rules<D: Driver>: fmt::Debug + Send {
+    // ---- serving a request from memory already held ----
 
-/// The policies there are.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Policy {
-    /// PyTorch's classic allocator: plain segments, best fit, split and merge.
-    Segments,
-    /// PyTorch's expandable segments: one growing range per stream and pool.
-    Expandable,
-    /// Pages with a home each, and second addresses that put free pieces side by side.
-    Paged,
-}
+    /// What serves a request as things stand: a free block of its lane, or what the policy can make of several.
+    fn find(&self, mem: &Mem<'_, D>, request: &Request) -> Option<Found>;
 
-impl Policy {
-    /// Every policy.
-    pub const ALL: [Self; 3] = [Self::Segments, Self::Expandable, Self::Paged];
+    /// As [`find`](Self::find), for a lane of another stream, which lends by best fit alone.
+    fn find_to_lend(&self, mem: &Mem<'_, D>, request: &Request) -> Option<Found> {
+        self.find(mem, request)
+    }
 
-    /// Its name.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Segments => "segments",
-            Self::Expandable => "expandable",
-            Self::Paged => "paged",
+    /// As [`find`](Self::find), for a request that takes it. May change how free memory lies.
+    fn search(&mut self, mem: &mut Mem<'_, D>, request: &Request) -> Option<Found> {
+        self.find(mem, request)
+    }
+
+    /// Turns what was found into a free block of its lane that begins where the request is to be served.
+    fn prepare(&mut self, mem: &mut Mem<'_, D>, found: Found, request: &Request) -> BlockId {
+        match found {
+            Found::Block(id) => id,
+            Found::Within { block, address } => {
+                if mem.heap[block].address != address {
+                    mem.heap.cut_within_lane(block, address, address + request.size);
+                }
+                block
+            }
+            Found::Stitch(_) => unreachable!("only a policy that stitches finds stitches"),
         }
     }
 
-    /// The policy that options ask for.
-    #[must_use]
-    pub fn of(options: &Options) -> Self {
-        // Paged is the default: what is asked for beside it counts.
-        if options.expandable_segments {
-            Self::Expandable
-        } else if options.paged {
-            Self::Paged
-        } else {
-            Self::Segments
+    /// Whether the rest of a free block, which is larger than `size`, becomes a block of its own.
+    fn splits(&self, mem: &Mem<'_, D>, id: BlockId, size: u64) -> bool;
+
+    /// States that no work can use what was found, if the proof covers all of it.
+    fn idle<'lock>(
+        &self,
+        mem: &Mem<'lock, D>,
+        found: Found,
+        _size: u64,
+        proof: Proof,
+    ) -> Option<Idle<'lock>> {
+        match found {
+            Found::Block(block) | Found::Within { block, .. } => mem.idle(block, proof),
+            Found::Stitch(_) => None,
         }
     }
 
-    /// Its decisions.
-    pub(crate) fn rules(self) -> &'static dyn Rules {
-        match self {
-            Self::Segments => &segments::Segments,
-            Self::Expandable => &expandable::Expandable,
-            Self::Paged => &paged::Paged,
-        }
-    }
-}
+    // ---- memory from the driver ----
 
-impl fmt::Display for Policy {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(self.name())
-    }
-}
+    /// A free block for the request out of new memory, in its lane; `None` if memory ran out.
+    fn grow(&mut self, mem: &mut Mem<'_, D>, request: &Request) -> DriverResult<Option<BlockId>>;
 
-/// What a policy may look at.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct View<'a> {
-    pub(crate) blocks: &'a BlockTable,
-    pub(crate) segments: &'a SegmentTable,
-    pub(crate) pages: &'a PageTable,
-    pub(crate) options: &'a Options,
-    pub(crate) device: Properties,
-}
-
-/// One allocation on its way.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Request {
-    /// What the caller asked for.
-    pub(crate) requested: u64,
-    /// The size of the block that serves it.
-    pub(crate) size: u64,
-    /// What a segment made for it takes from the device.
-    pub(crate) wanted: u64,
-    pub(crate) stream: StreamId,
-    pub(crate) pool: PoolIndex,
-    /// Whether `pool` is a small one.
-    pub(crate) small: bool,
-    /// Who asks.
-    pub(crate) owner: Owner,
-}
-
-/// Where memory for a miss comes from.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Source {
-    /// A plain segment of this size.
-    Plain(u64),
-    /// Pages behind the unmapped blocks that follow (or are) this one.
-    Extend(BlockId),
-    /// Pages behind a newly reserved range.
-    Reserve { bytes: u64, page_size: u64 },
-    /// Pages with a home, or second addresses of those there are.
-    Home,
-}
-
-/// What of a free block may be given back.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum GiveBack {
-    /// Nothing.
-    Nothing,
-    /// Its whole plain segment.
-    Segment,
-    /// The pages of `start..end`.
-    Pages { start: u64, end: u64 },
-}
-
-/// The six decisions.
-pub(crate) trait Rules: Sync {
-    /// Whether it gives pages second addresses, so that several free blocks can serve one request.
-    fn stitches(&self) -> bool {
+    /// Whether memory of an idle stream is better for the request than new memory.
+    fn prefers_borrowing(&mut self, _mem: &mut Mem<'_, D>, _request: &Request) -> bool {
         false
     }
 
-    /// Which free block of the lane serves a request of this size.
-    fn choose(&self, view: View<'_>, lane: &Lane, size: u64) -> Option<BlockId>;
+    /// What a device that holds nothing has to give for the request.
+    fn wanted(&self, _mem: &Mem<'_, D>, request: &Request) -> u64 {
+        request.wanted
+    }
 
-    /// Whether the rest of `block`, cut to `size`, becomes a block of its own.
-    fn splits(&self, view: View<'_>, block: &Block, size: u64, small: bool) -> bool;
+    /// What the driver has to have before it can serve the request, once everything cached is given back.
+    fn needed(&mut self, mem: &mut Mem<'_, D>, request: &Request) -> u64;
 
-    /// Where memory for a miss comes from.
-    fn source(&self, view: View<'_>, lane: Option<&Lane>, request: &Request) -> Source;
+    /// Whether the request would fit if live blocks lay on pages, on a device that reports `free` bytes. Only for a policy
+    /// that does not use pages.
+    fn would_fit_on_pages(&self, _mem: &Mem<'_, D>, _request: &Request, _free: u64) -> bool {
+        false
+    }
 
-    /// What the driver has to have before it can serve a miss of a block of `size` bytes, for which a segment takes
-    /// `wanted`.
-    fn needed(&self, size: u64, wanted: u64) -> u64;
+    // ---- memory that it laid out ----
 
-    /// What of `block`, which is free and in a segment this policy made, may be given back.
-    fn give_back(&self, view: View<'_>, block: &Block) -> GiveBack;
+    /// What of a free block in one of its segments may be given back.
+    fn give_back(&self, mem: &Mem<'_, D>, block: &Block) -> GiveBack;
+
+    /// Unmaps and releases the pages that lie wholly in a free block of one of its segments, as far as `calls` go.
+    fn unmap(
+        &mut self,
+        mem: &mut Mem<'_, D>,
+        idle: &Idle<'_>,
+        calls: &mut Calls,
+    ) -> Unmapping {
+        let what = self.give_back(mem, &mem.heap[idle.block()]);
+        mem.unmap_pages(idle, what, calls, |_, _, _| true)
+    }
+
+    /// A pending block in one of its segments is free for reuse.
+    fn complete_free(&mut self, mem: &mut Mem<'_, D>, id: BlockId, tag: Tag) {
+        mem.complete_free(id, tag);
+    }
+
+    // ---- memory that it gives back by itself ----
+
+    /// Asks whether the work is done that detached pages wait for.
+    fn poll_detached(&mut self, _mem: &mut Mem<'_, D>) -> DriverResult<()> {
+        Ok(())
+    }
+
+    /// Unmaps a few detached pages whose work is done; returns their bytes, or `None` if there are none.
+    fn release_detached(&mut self, _mem: &mut Mem<'_, D>) -> Option<u64> {
+        None
+    }
+
+    /// Detaches pages that have not been needed for a while.
+    fn trim(&mut self, _mem: &mut Mem<'_, D>, _now: std::time::Duration, _may_take: bool) -> DriverResult<()> {
+        Ok(())
+    }
+
+    /// Puts detached pages back into their lanes: those that the request could be made of, or all. Returns whether any page
+    /// was detached.
+    fn recall(&mut self, _mem: &mut Mem<'_, D>, _request: Option<&Request>) -> bool {
+        false
+    }
+
+    /// Pages that were recalled serve a request of `size` bytes.
+    fn note_recalled(&mut self, _mem: &Mem<'_, D>, _found: Found, _size: u64) {}
+
+    /// Bytes of detached pages.
+    fn detached(&self, _mem: &Mem<'_, D>) -> u64 {
+        0
+    }
+
+    // ---- upkeep ----
+
+    /// The totals of the ledger are about to begin again from zero.
+    fn totals_reset(&mut self, _mem: &Mem<'_, D>) {}
+
+    /// How many stitches there are, how many there is room for, and the addresses of all of them.
+    fn stitches(&self) -> (usize, usize, u64) {
+        (0, 0, 0)
+    }
+
+    /// Limits the stitches of a stream to fewer than usual, for tests.
+    fn set_most_stitches(&mut self, _most: usize) {}
+
+    /// Gives back what its tables do not need.
+    fn shrink(&mut self) {}
+
+    /// The events that it waits for, for the engine to destroy at its end.
+    fn take_events(&mut self) -> Vec<EventId> {
+        Vec::new()
+    }
+
+    /// Its part of the invariant check.
+    fn check(
+        &self,
+        _mem: &Mem<'_, D>,
+        _chains: &Chains,
+        _unclaimed: &mut Unclaimed<'_>,
+    ) -> Result<(), Violation> {
+        Ok(())
+    }
 }
 
-/// Whether a block found for a request is too large for it: blocks that must not be split serve
-/// only requests of nearly their size.
-fn is_oversized_for(options: &Options, block: u64, size: u64) -> bool {
-    let Some(max_split) = options.max_split_size else { return false };
-    let rounding = options.max_non_split_rounding.unwrap_or(options.large_segment_size);
+/// The policies of one engine, and which of them is in force.
+#[derive(Debug)]
+pub(crate) struct Policies<D> {
+    all: Vec<Box<dyn Rules<D>>>,
+    in_force: PolicyIndex,
+}
+
+impl From<Policy> for PolicyIndex {
+    fn from(policy: Policy) -> Self {
+        Self(policy as u8)
+    }
+}
+
+/// The policy in force on a device where `asked_for` is asked for: without pages it is `segments`.
+pub(crate) fn possible(device: &Properties, asked_for: Policy) -> Policy {
+    if device.has_pages { asked_for } else { Policy::Segments }
+}
+
+impl<D: Driver> Policies<D> {
+    pub(crate) fn new(in_force: Policy) -> Self {
+        // In the order of `Policy`.
+        let all: Vec<Box<dyn Rules<D>>> = vec![
+            Box::new(segments::Segments),
+            Box::new(expandable::Expandable),
+            Box::new(paged::Paged::default()),
+        ];
+        Self { all, in_force: in_force.into() }
+    }
+
+    pub(crate) fn in_force(&self) -> PolicyIndex {
+        self.in_force
+    }
+
+    pub(crate) fn set_in_force(&mut self, policy: PolicyIndex) {
+        self.in_force = policy;
+    }
+
+    /// Adds a policy.
+    #[cfg(test)]
+    fn add(&mut self, rules: Box<dyn Rules<D>>) -> PolicyIndex {
+        self.all.push(rules);
+        PolicyIndex(u8::try_from(self.all.len() - 1).expect("few policies"))
+    }
+
+    /// The rules of a policy.
+    pub(crate) fn rules(&self, policy: PolicyIndex) -> &dyn Rules<D> {
+        &*self.all[usize::from(policy.0)]
+    }
+
+    /// The rules of a policy, to act on memory.
+    pub(crate) fn rules_mut(&mut self, policy: PolicyIndex) -> &mut dyn Rules<D> {
+        &mut *self.all[usize::from(policy.0)]
+    }
+
+    /// The rules of all policies.
+    pub(crate) fn all(&self) -> impl Iterator<Item = &dyn Rules<D>> {
+        self.all.iter().map(|rules| &**rules)
+    }
+
+    /// The rules of all policies, to act on memory.
+    pub(crate) fn all_mut(&mut self) -> impl Iterator<Item = &mut Box<dyn Rules<D>>> {
+        self.all.iter_mut()
+    }
+
+    /// What of a free block may be given back.
+    pub(crate) fn give_back(&self, mem: &Mem<'_, D>, id: BlockId) -> GiveBack {
+        let block = &mem.heap[id];
+        self.rules(mem.heap[block.segment].policy).give_back(mem, block)
+    }
+
+    /// The rules that laid out a block.
+    pub(crate) fn of_block(&mut self, mem: &Mem<'_, D>, id: BlockId) -> &mut dyn Rules<D> {
+        self.rules_mut(mem.heap.segment_of(id).policy)
+    }
+}
+
+/// Whether a block found for a request is too large for it: blocks that must not be split serve only requests of nearly
+/// their size.
+fn is_oversized_for<D: Driver>(mem: &Mem<'_, D>, block: u64, size: u64) -> bool {
+    let Some(max_split) = mem.options.max_split_size else { return false };
+    let rounding = mem.options.max_non_split_rounding.unwrap_or(mem.options.large_segment_size);
     if size < max_split { block >= max_split } else { block >= size.saturating_add(rounding) }
 }

@@ -1,48 +1,169 @@
-//! `paged`: addresses are plentiful, pages are not.
+//! `paged`: addresses are plentiful, pages are not. Cushion's own policy, and the default.
 //!
-//! Every page has one home address for as long as it is held; the homes of a lane lie end to end, so that free
-//! memory merges as in one large segment, and a hit is plain best fit. Where no free block serves a request though
-//! there is free memory enough, pieces of it get a second address side by side: they are stitched (see
-//! [`crate::stitch`]). Only what is missing then is asked of the driver.
+//! Every page keeps one home address for as long as it is held. The homes of a lane lie end to end, so that free memory
+//! merges as in one large segment, and a hit is plain best fit. Where no free block serves a request though there is enough
+//! free memory, parts of it get a second address side by side: a [`stitch`]. Only what is missing then is asked of the
+//! driver.
+//!
+//! | file | subject |
+//! |---|---|
+//! | `growth.rs` | a miss: fresh pages, or a stitch, whichever is cheaper |
+//! | `sizes.rs` | how large fresh pages are |
+//! | `room.rs` | where in the homes the least is missing |
+//! | `free_pages.rs`, `plan.rs` | which free memory a new stitch is made of |
+//! | `stitch.rs`, `lend.rs` | stitches: what they are; making, using and taking them apart |
+//! | `layout.rs` | where the same request was served before |
+//! | `split.rs` | near the limit, pages are split |
+//! | `trim.rs` | pages that are not needed go back |
 
-use super::{GiveBack, Request, Rules, Source, View};
-use crate::block::{Block, BlockId};
-use crate::options::Options;
-use crate::pool::Lane;
-use crate::segment::Backing;
-use crate::size::{MIB, MIN_BLOCK, SMALL_SEGMENT, round_up};
+mod check;
+mod free_pages;
+mod growth;
+mod layout;
+mod lend;
+mod plan;
+mod room;
+mod sizes;
+mod split;
+mod stitch;
+mod trim;
 
+use std::time::Duration;
+
+use self::free_pages::FreePages;
+use self::layout::Layout;
+use self::plan::free_memory;
+use self::room::Room;
+use self::stitch::{StitchId, Stitches};
+use self::trim::Windows;
+use super::Rules;
+use crate::backing::check::Unclaimed;
+use crate::base::check::Violation;
+use crate::base::names::Tag;
+use crate::base::size::MIN_BLOCK;
+use crate::driver::{Driver, DriverResult, EventId};
+use crate::heap::block::{Block, BlockId};
+use crate::heap::pool::LaneId;
+use crate::heap::segment::Kind;
+use crate::heap::{Chains, Heap, Lane};
+use crate::memory::unmap::{Calls, Unmapping};
+use crate::memory::{Found, GiveBack, Mem, Request};
+use crate::streams::proof::{Idle, Proof};
+
+/// The policy, and what it keeps about memory that it laid out.
+#[derive(Debug, Default)]
+pub(super) struct Paged {
+    stitches: Stitches,
+    layout: Layout,
+    windows: Windows,
+    /// Whether more was freed so far than was live then: before that, a program loads what it keeps.
+    has_loaded: bool,
+    /// Bytes freed before the ledger's totals last began again from zero.
+    freed_before: u64,
+    /// Whether so little of the limit is left that pages are smaller than they would be.
+    is_tight: bool,
+    /// The most that was live, as of the last window.
+    high_water: u64,
+}
+
+/// What the policy keeps about one lane.
 #[derive(Debug)]
-pub(super) struct Paged;
+struct PagedLane {
+    free_pages: FreePages,
+    /// Where room was found: for how many bytes, and at which count of the lane's changes.
+    room: Option<(u64, u64, Option<Room>)>,
+}
 
-impl Rules for Paged {
-    fn stitches(&self) -> bool {
-        true
+impl<D: Driver> Rules<D> for Paged {
+    fn find(&self, mem: &Mem<'_, D>, request: &Request) -> Option<Found> {
+        self.served_before(mem, request).or_else(|| self.find_to_lend(mem, request))
     }
 
-    fn choose(&self, _view: View<'_>, lane: &Lane, size: u64) -> Option<BlockId> {
-        lane.free().at_least(size).next()
+    /// Best fit, or a stitch made before.
+    fn find_to_lend(&self, mem: &Mem<'_, D>, request: &Request) -> Option<Found> {
+        let lane = mem.heap.lane(request.lane);
+        if let Some(block) = lane.and_then(|lane| lane.free().at_least(request.size).next()) {
+            return Some(Found::Block(block));
+        }
+        if request.small {
+            return None;
+        }
+        let stitch = self.stitches.made_before(mem.heap, request)?;
+        Some(Found::Stitch(stitch.number()))
     }
 
-    fn splits(&self, _view: View<'_>, block: &Block, size: u64, _small: bool) -> bool {
-        block.size - size >= MIN_BLOCK
+    fn search(&mut self, mem: &mut Mem<'_, D>, request: &Request) -> Option<Found> {
+        let found = self.find(mem, request)?;
+        if self.is_tight && self.split_for_block(mem, found, request) {
+            return self.find(mem, request);
+        }
+        Some(found)
     }
 
-    fn source(&self, _view: View<'_>, _lane: Option<&Lane>, _request: &Request) -> Source {
-        Source::Home
+    fn prepare(&mut self, mem: &mut Mem<'_, D>, found: Found, request: &Request) -> BlockId {
+        let id = match found {
+            Found::Block(id) => id,
+            Found::Within { block, address } => {
+                if mem.heap[block].address != address {
+                    mem.heap.cut_within_lane(block, address, address + request.size);
+                }
+                block
+            }
+            Found::Stitch(number) => self.lend(mem, StitchId::new(number), request.size),
+        };
+        self.remember(mem, request, id);
+        id
     }
 
-    /// Some of the pages may be there.
-    fn needed(&self, size: u64, _wanted: u64) -> u64 {
-        size
+    fn splits(&self, mem: &Mem<'_, D>, id: BlockId, size: u64) -> bool {
+        mem.heap[id].size - size >= MIN_BLOCK
     }
 
-    fn give_back(&self, view: View<'_>, block: &Block) -> GiveBack {
-        if view.segments[block.segment].backing != Backing::Homes {
+    fn idle<'lock>(
+        &self,
+        mem: &Mem<'lock, D>,
+        found: Found,
+        size: u64,
+        proof: Proof,
+    ) -> Option<Idle<'lock>> {
+        match found {
+            Found::Block(block) | Found::Within { block, .. } => mem.idle(block, proof),
+            Found::Stitch(number) => {
+                let id = StitchId::new(number);
+                let at_home = |home| mem.idle(home, proof).is_some();
+                let idle = mem.idle(self.stitches.get(id).block, proof)?;
+                self.stitches.homes_of(mem.heap, id, size).all(at_home).then_some(idle)
+            }
+        }
+    }
+
+    fn grow(&mut self, mem: &mut Mem<'_, D>, request: &Request) -> DriverResult<Option<BlockId>> {
+        self.grow_or_stitch(mem, request)
+    }
+
+    fn prefers_borrowing(&mut self, mem: &mut Mem<'_, D>, request: &Request) -> bool {
+        !request.small && !mem.is_recording() && self.growing_passes_high_water(mem, request)
+    }
+
+    /// No segment is made for a request: pages are enough.
+    fn wanted(&self, mem: &Mem<'_, D>, request: &Request) -> u64 {
+        mem.whole_units(request.size)
+    }
+
+    fn needed(&mut self, mem: &mut Mem<'_, D>, request: &Request) -> u64 {
+        if request.small {
+            return mem.whole_units(request.size);
+        }
+        let at_borders = free_memory(mem, request.lane).bytes_at_borders();
+        mem.whole_units(request.size.saturating_sub(at_borders))
+    }
+
+    /// Whole pages only.
+    fn give_back(&self, mem: &Mem<'_, D>, block: &Block) -> GiveBack {
+        if mem.heap[block.segment].kind != Kind::Homes {
             return GiveBack::Nothing;
         }
-        let page_around = |address| view.pages.page_around(address).expect("a page at home");
-        // Whole pages only.
+        let page_around = |address| mem.backing.page_around(address).expect("a page at home");
         let page = page_around(block.address);
         let (first, bytes, _) = page;
         let start = if first == block.address { first } else { first + bytes };
@@ -51,73 +172,139 @@ impl Rules for Paged {
         let end = if last + bytes == block.end() { block.end() } else { last };
         if start < end { GiveBack::Pages { start, end } } else { GiveBack::Nothing }
     }
-}
 
-/// A page is at most this part of what was live.
-const PARTS_OF_LIVE: u64 = 24;
-
-/// The same while a program loads.
-const PARTS_OF_LOADED: u64 = 8;
-
-/// Near the limit, a page is at most this part of what is left.
-const PARTS_OF_ROOM: u64 = 256;
-
-/// The largest pages for small requests.
-const MOST_SMALL: u64 = 8 * MIB;
-
-/// How large pages are.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct PageSizes {
-    /// The largest.
-    most: u64,
-    /// While a program loads what it will not free.
-    loading: u64,
-}
-
-impl PageSizes {
-    /// As options ask for them, but no larger than a part of `high_water`, the most that was live; and where more than
-    /// half of `limit` is held, no larger than a part of what is left, so that the last of it is not wasted on
-    /// pages that are half used.
-    pub(crate) fn asked_for(options: &Options, high_water: u64, held: u64, limit: u64) -> Self {
-        let part =
-            |parts: u64| (high_water / parts).next_multiple_of(SMALL_SEGMENT).max(SMALL_SEGMENT);
-        let most = options.page_size.min(part(PARTS_OF_LIVE));
-        let loading = (options.page_size + 20 * MIB).min(part(PARTS_OF_LOADED));
-        let cut = Self::cut(held, limit).unwrap_or(u64::MAX);
-        Self { most: most.min(cut), loading: loading.min(cut) }
+    /// A page leaves its stitches first.
+    fn unmap(&mut self, mem: &mut Mem<'_, D>, idle: &Idle<'_>, calls: &mut Calls) -> Unmapping {
+        let block = &mem.heap[idle.block()];
+        if !block.is_free() {
+            return Unmapping::NOTHING;
+        }
+        let what = self.give_back(mem, block);
+        mem.unmap_pages(idle, what, calls, |mem, page, calls| {
+            self.take_out_of_stitches(mem, page, idle, calls)
+        })
     }
 
-    /// Whether they are smaller than options ask for, because little of `limit` is left.
-    pub(crate) fn are_cut(options: &Options, held: u64, limit: u64) -> bool {
-        Self::cut(held, limit).is_some_and(|cut| cut < options.page_size)
+    fn complete_free(&mut self, mem: &mut Mem<'_, D>, id: BlockId, tag: Tag) {
+        match mem.kind_of(id) {
+            Kind::Stitch(number) => self.return_home(mem, StitchId::new(number), id, tag),
+            _ => mem.complete_free(id, tag),
+        }
     }
 
-    /// What they are cut to, if more than half of `limit` is held.
-    fn cut(held: u64, limit: u64) -> Option<u64> {
-        let part = limit.saturating_sub(held) / PARTS_OF_ROOM / SMALL_SEGMENT;
-        (held >= limit / 2).then_some(part.max(1) * SMALL_SEGMENT)
+    fn poll_detached(&mut self, mem: &mut Mem<'_, D>) -> DriverResult<()> {
+        self.poll_work(mem)
     }
 
-    /// What fresh pages to make where `missing` bytes are, on a device with pages of multiples of `unit`: the size of
-    /// each, and of all together, of which the last page may be a smaller rest. Where there is no room for as much as
-    /// whole ones would be, `most`, they are what is missing. `small` is what a lane for small requests holds: its
-    /// pages grow with it, for they are emptied one by one.
-    pub(crate) fn of(
+    fn release_detached(&mut self, mem: &mut Mem<'_, D>) -> Option<u64> {
+        self.release_some(mem)
+    }
+
+    fn trim(&mut self, mem: &mut Mem<'_, D>, now: Duration, may_take: bool) -> DriverResult<()> {
+        self.look(mem, now, may_take)
+    }
+
+    fn recall(&mut self, mem: &mut Mem<'_, D>, request: Option<&Request>) -> bool {
+        if self.windows.detached.is_empty() {
+            return false;
+        }
+        match request {
+            Some(request) => self.recall_for(mem, request),
+            None => self.recall_all(mem),
+        }
+        true
+    }
+
+    fn note_recalled(&mut self, mem: &Mem<'_, D>, found: Found, size: u64) {
+        self.note_needed(mem, found, size);
+    }
+
+    fn detached(&self, mem: &Mem<'_, D>) -> u64 {
+        self.detached_bytes(mem)
+    }
+
+    fn totals_reset(&mut self, mem: &Mem<'_, D>) {
+        self.freed_before += mem.ledger.freed_since_reset();
+    }
+
+    fn stitches(&self) -> (usize, usize, u64) {
+        self.stitches.size()
+    }
+
+    fn set_most_stitches(&mut self, most: usize) {
+        self.stitches.set_most(most);
+    }
+
+    fn shrink(&mut self) {
+        self.stitches.shrink();
+    }
+
+    fn take_events(&mut self) -> Vec<EventId> {
+        self.stitches.take_events()
+    }
+
+    fn check(
         &self,
-        small: Option<u64>,
-        loading: bool,
-        missing: u64,
-        most: u64,
-        unit: u64,
-    ) -> Option<(u64, u64)> {
-        let least = round_up(missing, unit)?;
-        let (page, rounds) = match (small, loading) {
-            (Some(held), _) => ((held / 2).clamp(SMALL_SEGMENT, MOST_SMALL), true),
-            (None, true) => (self.loading, true),
-            (None, false) => (self.most, false),
-        };
-        let page = round_up(page, unit)?;
-        let whole = round_up(least, page)?;
-        Some((page, if rounds && whole <= most { whole } else { least }))
+        mem: &Mem<'_, D>,
+        chains: &Chains,
+        unclaimed: &mut Unclaimed<'_>,
+    ) -> Result<(), Violation> {
+        self.check_stitches(mem, chains, unclaimed)?;
+        self.check_detached(mem)?;
+        self.check_free_pages(mem, chains)
+    }
+}
+
+impl PagedLane {
+    /// Keeps notes about a lane from now on, if there are none.
+    fn open(heap: &mut Heap, at: LaneId, small: bool) {
+        if heap.lane(at).is_some_and(|lane| lane.notes::<Self>().is_none()) {
+            let free_pages = FreePages::new(small);
+            heap.put_notes(at, Box::new(Self { free_pages, room: None }));
+        }
+    }
+
+    /// Lets `f` change the notes about a lane; `None` if there are none.
+    fn change<T>(heap: &mut Heap, at: LaneId, f: impl FnOnce(&mut Self, &mut Heap) -> T) -> Option<T> {
+        let mut notes = heap.take_notes(at)?;
+        let changed = notes.downcast_mut().map(|notes| f(notes, heap));
+        heap.put_notes(at, notes);
+        changed
+    }
+
+    /// How the lane's pages are free, as of the last look.
+    fn free_pages(&self) -> &FreePages {
+        &self.free_pages
+    }
+
+    /// Looks at the pages of a lane that changed.
+    fn refresh<D: Driver>(mem: &mut Mem<'_, D>, at: LaneId) {
+        let backing = &*mem.backing;
+        let looked_at = Self::change(mem.heap, at, |notes, heap| {
+            let changes: Vec<_> = std::iter::from_fn(|| heap.take_changed(at)).collect();
+            let lane = heap.lane(at).expect("a lane with notes");
+            notes.free_pages.refresh(
+                changes,
+                |range| backing.pages_in(range),
+                |address| {
+                    let block = &heap[lane.free_at(address)?];
+                    (address < block.end()).then(|| block.address..block.end())
+                },
+            )
+        });
+        mem.looks.at_pages(looked_at.unwrap_or(0));
+    }
+
+    /// The room found for `size` bytes, if the lane has not changed since.
+    fn room_seen(&self, lane: &Lane, size: u64) -> Option<Option<Room>> {
+        let (for_size, changes, room) = self.room?;
+        (for_size == size && changes == lane.changes()).then_some(room)
+    }
+
+    fn note_room(heap: &mut Heap, at: LaneId, size: u64, room: Option<Room>) {
+        Self::change(heap, at, |notes, heap| {
+            let changes = heap.lane(at).map_or(0, Lane::changes);
+            notes.room = Some((size, changes, room));
+        });
     }
 }

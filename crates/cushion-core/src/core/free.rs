@@ -1,0 +1,92 @@
+//! Freeing: from the owner's free to the block that serves the next request.
+
+use super::Locked;
+use crate::base::names::{Owner, Tag};
+use crate::driver::{Driver, DriverResult, StreamId};
+use crate::heap::block::BlockId;
+use crate::outcome::error::AddressError;
+
+impl<D: Driver> Locked<'_, D> {
+    /// Takes a block back from its owner. It is free at once, or when all streams that used it are done with it.
+    pub(crate) fn free(&mut self, address: u64, by: Owner, tag: Tag) -> Result<(), AddressError> {
+        let unknown = AddressError::Unknown { address };
+        let id = self.mem.end_life(address, tag).ok_or(unknown)?;
+        let block = &self.mem.heap[id];
+        let owner = block.holder.owner;
+        if owner != by {
+            self.demand.queue.note_freed_by(owner, by);
+        }
+        let failed = |source| AddressError::Driver { address, source };
+        if self.mem.is_spilled(id) {
+            return self.mem.free_spilled(id).map_err(failed);
+        }
+        if block.users.uses.is_some() {
+            return self.mem.free_when_done(id).map_err(failed);
+        }
+        self.complete_free(id, tag);
+        Ok(())
+    }
+
+    /// The block is free for reuse on its stream.
+    fn complete_free(&mut self, id: BlockId, tag: Tag) {
+        if self.mem.is_spilled(id) {
+            self.mem.complete_free_of_spill(id, tag);
+        } else {
+            self.policies.of_block(&self.mem, id).complete_free(&mut self.mem, id, tag);
+        }
+    }
+
+    /// Completes the frees of the blocks that the streams found done.
+    pub(crate) fn complete_done(&mut self) {
+        while let Some(id) = self.mem.streams.next_done() {
+            self.complete_free(id, Tag::NONE);
+        }
+    }
+
+    /// Notes that the program uses the block at `address` on `stream`.
+    pub(crate) fn record_stream(
+        &mut self,
+        address: u64,
+        stream: StreamId,
+    ) -> Result<(), AddressError> {
+        let id = self.mem.heap.live_at(address).ok_or(AddressError::Unknown { address })?;
+        self.mem.streams.record_use(self.mem.heap, self.mem.driver, id, stream);
+        Ok(())
+    }
+
+    /// Completes frees that other streams are done with: as many as a request has the time for.
+    pub(crate) fn complete_finished_frees(&mut self, stream: StreamId) -> DriverResult<()> {
+        let mem = &mut self.mem;
+        let processed = if mem.streams.is_recording() {
+            // Events may not be queried during a capture.
+            if !mem.options.graph_capture_record_stream_reuse {
+                return Ok(());
+            }
+            mem.streams.process_capture(mem.heap, mem.driver, stream)
+        } else if mem.streams.is_nothing_pending() {
+            return Ok(());
+        } else {
+            mem.streams.process(mem.heap, mem.driver)
+        };
+        self.complete_done();
+        processed
+    }
+
+    /// Completes many of the frees that other streams are done with.
+    pub(crate) fn process_many_events(&mut self) -> DriverResult<()> {
+        let processed = self.mem.streams.process_many(self.mem.heap, self.mem.driver);
+        self.complete_done();
+        processed
+    }
+
+    /// As [`process_many_events`](Self::process_many_events); returns their bytes, or `None` while a capture may be under
+    /// way.
+    pub(crate) fn complete_frees(&mut self) -> DriverResult<Option<u64>> {
+        if self.mem.is_recording() {
+            return Ok(None);
+        }
+        let before = self.mem.ledger.active();
+        self.process_many_events()?;
+        Ok(Some(before.saturating_sub(self.mem.ledger.active())))
+    }
+}

@@ -1,0 +1,279 @@
+//! Cutting blocks, merging them with their neighbours, and moving them between the states that a block can be in.
+
+use std::ops::Range;
+
+use super::Heap;
+use super::block::{BlockId, BlockState, Holder};
+use crate::base::names::Moment;
+use crate::ledger::change::{Held, Splits};
+
+/// A block that was handed out.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Taken {
+    pub(crate) held: Held,
+    pub(crate) splits: Splits,
+}
+
+/// A block that became free.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Freed {
+    pub(crate) held: Held,
+    pub(crate) splits: Splits,
+}
+
+impl Heap {
+    // ---- handing out and freeing ----
+
+    /// Hands out a free block: its first `size` bytes if it is to be split, else all of it.
+    pub(crate) fn take(&mut self, id: BlockId, size: u64, splits: bool, holder: Holder) -> Taken {
+        let block = &self.blocks[id];
+        let (lane, address, whole) = (block.lane, block.address, block.size);
+        let was_split = block.is_split();
+        let plain = self.segments[block.segment].is_plain();
+        let Self { blocks, pools, .. } = &mut *self;
+        let pool = &mut pools[lane.pool];
+        let searches = pool.searches;
+        let at = pool.lane_mut(lane.stream);
+        at.remove_free(whole, address);
+        let mut change = Splits::default();
+        let id = if splits {
+            let front = blocks.split_front(id, size, BlockState::Live);
+            let rest = &mut blocks[id];
+            rest.free_since = searches;
+            at.insert_free(rest.size, rest.address, id);
+            if plain && was_split {
+                change.bytes = -size.cast_signed();
+            } else if plain {
+                change = Splits { blocks: 1, bytes: rest.size.cast_signed() };
+            }
+            front
+        } else {
+            if plain && was_split {
+                change = Splits { blocks: -1, bytes: -whole.cast_signed() };
+            }
+            id
+        };
+        let block = &mut blocks[id];
+        block.state = BlockState::Live;
+        block.holder = holder;
+        let size = block.size;
+        at.activated(address, size);
+        at.mark(whole, address..address + size);
+        self.live.insert(address, id);
+        Taken { held: self.held(id), splits: change }
+    }
+
+    /// Takes a block back from its owner: it is pending. `None` if no live block begins at the address.
+    pub(crate) fn end_life(&mut self, address: u64) -> Option<BlockId> {
+        let id = self.live.remove(&address)?;
+        self.blocks[id].state = BlockState::Pending;
+        Some(id)
+    }
+
+    /// A pending block is free, and merges with its neighbours.
+    pub(crate) fn complete_free(&mut self, id: BlockId, freed: Moment) -> Freed {
+        let held = self.held(id);
+        let block = &mut self.blocks[id];
+        debug_assert!(block.state == BlockState::Pending && block.users.are_none());
+        block.freed = freed;
+        let is_plain = self.segments[block.segment].is_plain();
+        let merged = self.merge_free(id);
+        let mut splits = Splits::default();
+        if is_plain {
+            let block = &self.blocks[id];
+            let (count, bytes) = if block.is_split() { (1, block.size) } else { (0, 0) };
+            splits.blocks = count - merged.0;
+            splits.bytes = bytes.cast_signed() - merged.1.cast_signed();
+        }
+        self.deactivate(&held, id);
+        Freed { held, splits }
+    }
+
+    /// A pending block of a stitch is free: it becomes a shadow, with all other addresses of its segment.
+    pub(crate) fn complete_free_of_stitch(&mut self, id: BlockId, freed: Moment) -> Freed {
+        let held = self.held(id);
+        self.blocks[id].freed = freed;
+        self.deactivate(&held, id);
+        while let Some(beside) = self.blocks[id].prev.or(self.blocks[id].next) {
+            self.blocks.absorb(id, beside);
+        }
+        self.blocks[id].state = BlockState::Shadow;
+        Freed { held, splits: Splits::default() }
+    }
+
+    /// A pending block of host memory is free: nobody gets it again.
+    pub(crate) fn complete_free_on_host(&mut self, id: BlockId) -> Freed {
+        let held = self.held(id);
+        self.deactivate(&held, id);
+        Freed { held, splits: Splits::default() }
+    }
+
+    fn deactivate(&mut self, held: &Held, id: BlockId) {
+        let lane = self.blocks[id].lane;
+        self.lane_mut(lane).deactivated(held.span.address, held.span.bytes);
+    }
+
+    // ---- cutting ----
+
+    /// Takes `start..end` of a free block, which keeps the block's identity, out of its lane. The rest stays free.
+    pub(crate) fn cut_free(&mut self, id: BlockId, start: u64, end: u64) {
+        let Self { blocks, pools, .. } = self;
+        let block = &blocks[id];
+        let pool = &mut pools[block.lane.pool];
+        let searches = pool.searches;
+        let lane = pool.lane_mut(block.lane.stream);
+        lane.remove_free(block.size, block.address);
+        lane.mark(block.size, start..end);
+        for rest in blocks.cut(id, start, end).into_iter().flatten() {
+            let block = &mut blocks[rest];
+            block.free_since = searches;
+            lane.insert_free(block.size, block.address, rest);
+        }
+    }
+
+    /// Cuts a free block to `start..end`, which stays free; so does the rest.
+    pub(crate) fn cut_within_lane(&mut self, id: BlockId, start: u64, end: u64) {
+        self.cut_free(id, start, end);
+        self.insert_free(id);
+    }
+
+    /// Takes `start..end` of a free block out of its lane: those bytes are in use through a stitch.
+    pub(crate) fn lend(&mut self, id: BlockId, start: u64, end: u64) {
+        self.cut_free(id, start, end);
+        self.blocks[id].state = BlockState::Lent;
+    }
+
+    /// Makes `start..end` of a stitch's shadow a free block of its lane.
+    pub(crate) fn show(&mut self, id: BlockId, start: u64, end: u64) {
+        debug_assert_eq!(self.blocks[id].state, BlockState::Shadow);
+        self.blocks.cut(id, start, end);
+        self.insert_free(id);
+    }
+
+    /// Takes `start..end` of a free block out of its lane: those bytes are on their way back to the driver.
+    pub(crate) fn detach(&mut self, id: BlockId, start: u64, end: u64) {
+        self.cut_free(id, start, end);
+        self.blocks[id].state = BlockState::Detached;
+    }
+
+    /// Takes a whole free block out of its lane: it is on its way back to the driver.
+    pub(crate) fn detach_whole(&mut self, id: BlockId) {
+        let block = &mut self.blocks[id];
+        debug_assert!(block.is_free() && !block.is_split());
+        block.state = BlockState::Detached;
+        let (lane, size, address) = (block.lane, block.size, block.address);
+        self.lane_mut(lane).remove_free(size, address);
+    }
+
+    /// A detached block is a free block of its lane again, and does not merge yet.
+    pub(crate) fn attach(&mut self, id: BlockId) {
+        debug_assert_eq!(self.blocks[id].state, BlockState::Detached);
+        self.insert_free(id);
+    }
+
+    /// Merges a free block with its neighbours.
+    pub(crate) fn merge_again(&mut self, id: BlockId) {
+        let block = &self.blocks[id];
+        let (lane, size, address) = (block.lane, block.size, block.address);
+        self.lane_mut(lane).remove_free(size, address);
+        self.merge_free(id);
+    }
+
+    // ---- mapping ----
+
+    /// Pages were mapped behind the first `bytes` bytes of an unmapped block: they are free, and merge.
+    pub(crate) fn mark_mapped(&mut self, id: BlockId, bytes: u64) {
+        let Self { blocks, pools, .. } = self;
+        let block = &blocks[id];
+        let (address, room) = (block.address, block.size);
+        let lane = pools[block.lane.pool].lane_mut(block.lane.stream);
+        lane.remove_unmapped(address);
+        lane.reach(&(address..address + bytes));
+        if bytes < room {
+            let rest = blocks.split_back(id, bytes);
+            lane.insert_unmapped(address + bytes, rest);
+        }
+        blocks[id].state = BlockState::Free;
+        self.merge_free(id);
+    }
+
+    /// The pages behind `start..end` of a free block are gone: that is an unmapped block, which keeps the block's
+    /// identity.
+    pub(crate) fn mark_unmapped(&mut self, id: BlockId, start: u64, end: u64) {
+        self.cut_free(id, start, end);
+        self.blocks[id].state = BlockState::Unmapped;
+        let (prev, next) = (self.blocks[id].prev, self.blocks[id].next);
+        for neighbour in [prev, next].into_iter().flatten() {
+            self.try_merge(id, neighbour, BlockState::Unmapped);
+        }
+        let (lane, address) = (self.blocks[id].lane, self.blocks[id].address);
+        self.lane_mut(lane).insert_unmapped(address, id);
+    }
+
+    /// Cuts an unmapped block in two at `address`; it keeps the part from there on.
+    pub(crate) fn split_unmapped(&mut self, id: BlockId, address: u64) {
+        let (lane, low) = (self.blocks[id].lane, self.blocks[id].address);
+        if address > low {
+            let front = self.blocks.split_front(id, address - low, BlockState::Unmapped);
+            let lane = self.lane_mut(lane);
+            lane.remove_unmapped(low);
+            lane.insert_unmapped(low, front);
+            lane.insert_unmapped(address, id);
+        }
+    }
+
+    // ---- merging ----
+
+    /// A block that is in no index becomes free and merges with its neighbours. Returns how many merged, and their
+    /// bytes.
+    pub(crate) fn merge_free(&mut self, id: BlockId) -> (i64, u64) {
+        let block = &self.blocks[id];
+        let freed = block.address..block.end();
+        let mut merged = (0, 0);
+        for neighbour in [block.prev, block.next].into_iter().flatten() {
+            if let Some(bytes) = self.try_merge(id, neighbour, BlockState::Free) {
+                merged = (merged.0 + 1, merged.1 + bytes);
+            }
+        }
+        self.put_free(id, freed);
+        merged
+    }
+
+    /// Merges the neighbour into `into`, if the neighbour is in `state`; returns its bytes. `into` is in no index at
+    /// that moment.
+    fn try_merge(&mut self, into: BlockId, neighbour: BlockId, state: BlockState) -> Option<u64> {
+        let other = &self.blocks[neighbour];
+        if other.state != state {
+            return None;
+        }
+        let (size, address, lane) = (other.size, other.address, other.lane);
+        let lane = self.lane_mut(lane);
+        match state {
+            BlockState::Free => lane.remove_free(size, address),
+            BlockState::Unmapped => lane.remove_unmapped(address),
+            _ => unreachable!("only idle blocks merge"),
+        }
+        self.blocks.absorb(into, neighbour);
+        Some(size)
+    }
+
+    /// Puts a block into the free index of its lane.
+    pub(super) fn insert_free(&mut self, id: BlockId) {
+        let block = &self.blocks[id];
+        self.put_free(id, block.address..block.end());
+    }
+
+    /// Puts a block, of which only `freed` was not free before, into the free index of its lane.
+    #[expect(clippy::inline_always, reason = "one call in a free fewer")]
+    #[inline(always)]
+    fn put_free(&mut self, id: BlockId, freed: Range<u64>) {
+        let Self { blocks, pools, .. } = self;
+        let block = &mut blocks[id];
+        let pool = &mut pools[block.lane.pool];
+        block.state = BlockState::Free;
+        block.free_since = pool.searches;
+        let lane = pool.lane_mut(block.lane.stream);
+        lane.insert_free(block.size, block.address, id);
+        lane.mark(block.size, freed);
+    }
+}

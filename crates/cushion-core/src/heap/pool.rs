@@ -1,0 +1,235 @@
+//! Pools: the blocks that serve one kind of request, kept by stream.
+//!
+//! A pool is small or large. It is the default, which all requests share, or one half of a private pool (a CUDA graph's,
+//! or the user's own). Its blocks are kept by stream, one *lane* each: memory freed on a stream may be reused on that
+//! stream without waiting, and on no other.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::{Index, IndexMut};
+
+use super::block::BlockId;
+use super::lane::Lane;
+use crate::base::names::{Moment, PoolId};
+use crate::base::table::{Id, Table};
+use crate::driver::StreamId;
+use crate::ledger::lanes::Lanes;
+
+/// A pool, by its place in the table.
+pub(crate) type PoolIndex = Id<Pool>;
+
+/// The part of a pool that belongs to one stream.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(crate) struct LaneId {
+    pub(crate) pool: PoolIndex,
+    pub(crate) stream: StreamId,
+}
+
+/// One pool.
+#[derive(Debug)]
+pub(crate) struct Pool {
+    pub(crate) id: PoolId,
+    pub(crate) small: bool,
+    /// Searches so far, counted only while garbage collection is on: the clock of block ages.
+    pub(super) searches: u64,
+    /// Segments made for this pool that are still held.
+    segments: u32,
+    lanes: BTreeMap<StreamId, Lane>,
+}
+
+impl Pool {
+    pub(crate) fn lane(&self, stream: StreamId) -> Option<&Lane> {
+        self.lanes.get(&stream)
+    }
+
+    pub(super) fn lane_if_any(&mut self, stream: StreamId) -> Option<&mut Lane> {
+        self.lanes.get_mut(&stream)
+    }
+
+    /// Segments made for this pool that are still held.
+    pub(crate) fn segments(&self) -> u32 {
+        self.segments
+    }
+
+    /// A segment is made for a stream.
+    pub(super) fn segment_came(&mut self, stream: StreamId, lanes: &Lanes) {
+        self.segments += 1;
+        self.lane_or_new(stream, lanes).segment_came();
+    }
+
+    /// A segment of a stream is held no more; with its last one, the lane goes.
+    pub(super) fn segment_went(&mut self, stream: StreamId, lanes: &Lanes) {
+        self.segments -= 1;
+        if self.lane_mut(stream).segment_went()
+            && let Some(lane) = self.lanes.remove(&stream)
+        {
+            debug_assert!(lane.is_empty());
+            lanes.close(lane.stats());
+        }
+    }
+
+    /// The lane of a stream that holds memory of this pool.
+    pub(super) fn lane_mut(&mut self, stream: StreamId) -> &mut Lane {
+        self.lanes.get_mut(&stream).expect("the stream has a lane in this pool")
+    }
+
+    /// The lane of a stream, made if the stream holds nothing of this pool.
+    fn lane_or_new(&mut self, stream: StreamId, lanes: &Lanes) -> &mut Lane {
+        let (id, small) = (self.id, self.small);
+        self.lanes.entry(stream).or_insert_with(|| Lane::new(lanes.open(stream, id, small)))
+    }
+
+    /// All lanes, in order of their streams.
+    pub(crate) fn lanes(&self) -> impl Iterator<Item = (StreamId, &Lane)> {
+        self.lanes.iter().map(|(&stream, lane)| (stream, lane))
+    }
+
+    /// All free blocks, by stream, size and address.
+    pub(crate) fn free_blocks(&self) -> impl Iterator<Item = BlockId> {
+        self.lanes.values().flat_map(|lane| lane.free().iter().map(|(_, _, id)| id))
+    }
+}
+
+/// What sets a private pool apart.
+#[derive(Debug)]
+pub(crate) struct PrivatePool {
+    /// How many captures and owners use it. At zero its memory may be given back.
+    pub(crate) uses: u32,
+    /// When the last use was released: graphs that were launched before may still run.
+    pub(crate) released: Option<Moment>,
+    small: PoolIndex,
+    large: PoolIndex,
+    /// Its blocks are never split.
+    pub(crate) no_split: bool,
+}
+
+impl PrivatePool {
+    /// One half of the pool.
+    pub(crate) fn half(&self, small: bool) -> PoolIndex {
+        if small { self.small } else { self.large }
+    }
+
+    /// Nobody uses it any more, from `released` on.
+    pub(crate) fn release_all(&mut self, released: Moment) {
+        self.uses = 0;
+        self.released.get_or_insert(released);
+    }
+}
+
+/// All pools.
+#[derive(Debug)]
+pub(crate) struct PoolTable {
+    pools: Table<Pool>,
+    pub(super) private: BTreeMap<PoolId, PrivatePool>,
+    /// Private pools that may serve the default pool's requests before anything is given back.
+    pub(super) use_on_oom: BTreeSet<PoolId>,
+}
+
+impl PoolTable {
+    /// The default small pool.
+    pub(crate) const SMALL: PoolIndex = PoolIndex::new(0);
+    /// The default large pool.
+    pub(crate) const LARGE: PoolIndex = PoolIndex::new(1);
+    /// What is in host memory.
+    pub(crate) const SPILL: PoolIndex = PoolIndex::new(2);
+
+    pub(crate) fn new() -> Self {
+        let mut table =
+            Self { pools: Table::default(), private: BTreeMap::new(), use_on_oom: BTreeSet::new() };
+        let small = table.open(PoolId::DEFAULT, true);
+        let large = table.open(PoolId::DEFAULT, false);
+        let spill = table.open(PoolId::DEFAULT, false);
+        debug_assert_eq!((small, large, spill), (Self::SMALL, Self::LARGE, Self::SPILL));
+        table
+    }
+
+    fn open(&mut self, id: PoolId, small: bool) -> PoolIndex {
+        let lanes = BTreeMap::new();
+        self.pools.insert(Pool { id, small, searches: 0, segments: 0, lanes })
+    }
+
+    /// Makes a private pool with one use.
+    pub(crate) fn open_private(&mut self, id: PoolId) {
+        let (small, large) = (self.open(id, true), self.open(id, false));
+        self.private
+            .insert(id, PrivatePool { uses: 1, released: None, small, large, no_split: false });
+    }
+
+    /// Forgets a private pool that holds no segment any more.
+    pub(crate) fn close_private(&mut self, id: PoolId) {
+        let pool = self.private.remove(&id).expect("a known private pool");
+        self.use_on_oom.remove(&id);
+        for index in [pool.small, pool.large] {
+            let gone = self.pools.remove(index);
+            debug_assert!(gone.lanes.is_empty(), "lanes go with their last segment");
+        }
+    }
+
+    /// Gives back what the tables do not need.
+    pub(super) fn shrink(&mut self) {
+        self.pools.shrink();
+        let lanes = self.pools.iter_mut().flat_map(|(_, pool)| pool.lanes.values_mut());
+        lanes.for_each(Lane::shrink);
+    }
+
+    /// A private pool.
+    pub(crate) fn private(&self, id: PoolId) -> Option<&PrivatePool> {
+        self.private.get(&id)
+    }
+
+    /// All private pools.
+    pub(crate) fn privates(&self) -> impl Iterator<Item = (PoolId, &PrivatePool)> {
+        self.private.iter().map(|(&id, private)| (id, private))
+    }
+
+    /// Private pools that may serve the default pool's requests before anything is given back.
+    pub(crate) fn use_on_oom(&self) -> impl Iterator<Item = PoolId> {
+        self.use_on_oom.iter().copied()
+    }
+
+    /// One half of a pool, if there is such a pool.
+    pub(crate) fn half(&self, id: PoolId, small: bool) -> Option<PoolIndex> {
+        if id == PoolId::DEFAULT {
+            return Some(Self::default_half(small));
+        }
+        self.private(id).map(|private| private.half(small))
+    }
+
+    /// One half of the default pool.
+    pub(crate) fn default_half(small: bool) -> PoolIndex {
+        if small { Self::SMALL } else { Self::LARGE }
+    }
+
+    /// Every pool, default first.
+    pub(crate) fn iter(&self) -> impl Iterator<Item = (PoolIndex, &Pool)> {
+        self.pools.iter()
+    }
+
+    /// The pool for requests of the other half, of the same private pool or of the default.
+    pub(crate) fn other_half(&self, index: PoolIndex) -> PoolIndex {
+        let Pool { id, small, .. } = self[index];
+        match self.private.get(&id) {
+            Some(private) => private.half(!small),
+            None => Self::default_half(!small),
+        }
+    }
+
+    /// Whether blocks of this pool must stay whole.
+    pub(crate) fn is_no_split(&self, index: PoolIndex) -> bool {
+        index > Self::SPILL
+            && self.private.get(&self[index].id).is_some_and(|private| private.no_split)
+    }
+}
+
+impl Index<PoolIndex> for PoolTable {
+    type Output = Pool;
+
+    fn index(&self, index: PoolIndex) -> &Pool {
+        &self.pools[index]
+    }
+}
+
+impl IndexMut<PoolIndex> for PoolTable {
+    fn index_mut(&mut self, index: PoolIndex) -> &mut Pool {
+        &mut self.pools[index]
+    }
+}

@@ -1,0 +1,4 @@
+//! What callers are told: errors with their figures, and the receipts of shortages. Plain data.
+
+pub(crate) mod error;
+pub(crate) mod receipt;

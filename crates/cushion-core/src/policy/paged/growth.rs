@@ -1,0 +1,294 @@
+//! Growing: fresh pages with a home, and second addresses where those are enough.
+//!
+//! A miss looks for memory in the order of what it costs. A stitch made before costs nothing, a page some tens of
+//! microseconds, a new stitch as much for each page in it, and a byte more than was ever live costs a byte.
+
+use super::Paged;
+use super::plan::{free_memory, free_memory_as_seen};
+use super::room::{Room, room_at_home};
+use super::sizes::PageSizes;
+use super::stitch::StitchedPage;
+use super::PagedLane;
+use crate::base::names::{PolicyIndex, Tag};
+use crate::base::size::{MIB, round_up};
+use crate::driver::{Driver, DriverResult};
+use crate::heap::block::BlockId;
+use crate::heap::pool::LaneId;
+use crate::heap::segment::Kind;
+use crate::memory::{Mem, Request};
+use crate::options::Policy;
+
+/// Grow freely up to 0.1 % above peak live bytes: one part in this many.
+const SLACK: u64 = 1000;
+
+/// The least that a page must bring to be mapped again, as a part of the largest fresh page. Where memory is short the
+/// price does not matter.
+const LEAST_PART: u64 = 20;
+
+/// What mapping a page is worth, in bytes that are not asked for: about 30 µs.
+const PRICE_OF_MAPPING: u64 = MIB;
+
+/// Addresses for homes are cut to this part where fewer will do.
+const FEWER_ADDRESSES: u64 = 16;
+
+impl Paged {
+    /// A free block for the request out of fresh pages, or stitched from free memory and as few fresh pages as will do;
+    /// `None` if memory ran out.
+    pub(super) fn grow_or_stitch<D: Driver>(
+        &mut self,
+        mem: &mut Mem<'_, D>,
+        request: &Request,
+    ) -> DriverResult<Option<BlockId>> {
+        self.note_loading(mem);
+        let stitches = !request.small;
+        self.is_tight = PageSizes::are_cut(mem.options, mem.reserved(), mem.most());
+        if stitches && self.is_tight {
+            self.split_for_stitch(mem, request);
+        }
+        if !stitches || !self.has_loaded || !self.growing_passes_high_water(mem, request) {
+            let grown = self.grow_at_home(mem, request)?;
+            if grown.is_some() || !stitches {
+                return Ok(grown);
+            }
+        }
+        if !self.make_room_for_stitch(mem, request.lane.stream) {
+            return self.grow_at_home(mem, request);
+        }
+        let at_home = room_at_home(mem, request).map_or(request.size, |room| room.missing);
+        // Looked at once: what a failed attempt leaves behind is for the next miss.
+        free_memory(mem, request.lane);
+        let least = mem.options.page_size / LEAST_PART;
+        for least in [least, 0] {
+            let plan = free_memory_as_seen(mem, request.lane).plan(request.size, least);
+            mem.looks.at_pages(plan.page_count() as u64);
+            let dearer = self.price(mem, request, plan.missing, plan.page_count(), 2)
+                >= self.price(mem, request, at_home, 0, 1);
+            let no_less = mem.whole_units(plan.missing) >= mem.whole_units(at_home);
+            let grown = if no_less || least > 0 && dearer {
+                self.grow_at_home(mem, request)?
+            } else if let Some(fresh) = self.fresh_pages_at_home(mem, plan.missing, request)? {
+                match self.stitch(mem, plan, fresh, request)? {
+                    Some(block) => Some(block),
+                    // There are no addresses for a stitch.
+                    None => self.grow_at_home(mem, request)?,
+                }
+            } else {
+                None
+            };
+            if grown.is_some() {
+                return Ok(grown);
+            }
+        }
+        Ok(None)
+    }
+
+    /// Whether serving the request by growing would take more than was ever live.
+    pub(super) fn growing_passes_high_water<D: Driver>(
+        &mut self,
+        mem: &mut Mem<'_, D>,
+        request: &Request,
+    ) -> bool {
+        let missing = room_at_home(mem, request).map_or(request.size, |room| room.missing);
+        let fresh = self.fresh_pages(mem, request.lane, missing, u64::MAX);
+        let more = fresh.map_or(u64::MAX, |(_, bytes)| bytes);
+        mem.reserved().saturating_add(more) > self.allowance(mem, request)
+    }
+
+    /// The bytes that may be held before waste is looked at.
+    fn allowance<D: Driver>(&self, mem: &Mem<'_, D>, request: &Request) -> u64 {
+        let with_it = mem.ledger.active().saturating_add(request.size);
+        let high = self.high_water(mem).max(with_it);
+        high.saturating_add(high / SLACK)
+    }
+
+    /// The most that was live.
+    fn high_water<D: Driver>(&self, mem: &Mem<'_, D>) -> u64 {
+        self.high_water.max(mem.ledger.watermark())
+    }
+
+    // ---- page sizes ----
+
+    /// The fresh pages to make where `missing` bytes are missing: the size of each, and of all together.
+    fn fresh_pages<D: Driver>(
+        &self,
+        mem: &Mem<'_, D>,
+        lane: LaneId,
+        missing: u64,
+        most: u64,
+    ) -> Option<(u64, u64)> {
+        let small = mem.heap[lane.pool].small.then(|| {
+            let held = mem.heap.lane(lane).map(|lane| lane.stats().read());
+            held.map_or(0, |held| held.free_bytes + held.active_bytes)
+        });
+        let with_it = mem.ledger.active().saturating_add(missing);
+        let high_water = self.high_water(mem).max(with_it);
+        let sizes = PageSizes::asked_for(mem.options, high_water, mem.reserved(), mem.most());
+        sizes.of(small, !self.has_loaded, missing, most, mem.device.granularity)
+    }
+
+    /// The largest fresh page that a lane gets now.
+    pub(super) fn largest_page<D: Driver>(&self, mem: &Mem<'_, D>, lane: LaneId) -> u64 {
+        self.fresh_pages(mem, lane, 1, u64::MAX).map_or(u64::MAX, |(page, _)| page)
+    }
+
+    /// The sizes of fresh pages for `missing` bytes in a lane's homes.
+    fn sizes_of_fresh_pages<D: Driver>(
+        &self,
+        mem: &Mem<'_, D>,
+        lane: LaneId,
+        missing: u64,
+        most: u64,
+    ) -> Vec<u64> {
+        let (page, bytes) = self.fresh_pages(mem, lane, missing, most).expect("addresses for them");
+        // Of equal size, but for the last.
+        let each = (bytes / bytes.div_ceil(page)).next_multiple_of(mem.device.granularity);
+        let mut sizes = vec![each; usize::try_from(bytes / each).expect("few pages")];
+        sizes.extend((bytes % each > 0).then_some(bytes % each));
+        sizes
+    }
+
+    /// What it costs, in bytes, to serve a request with so many fresh bytes and so many pages mapped again, if fresh pages
+    /// are mapped so many times.
+    fn price<D: Driver>(
+        &self,
+        mem: &Mem<'_, D>,
+        request: &Request,
+        fresh: u64,
+        again: usize,
+        times: u64,
+    ) -> u64 {
+        let fresh = mem.whole_units(fresh);
+        let page = self.largest_page(mem, request.lane);
+        let mappings = fresh.div_ceil(page).saturating_mul(times).saturating_add(again as u64);
+        fresh.saturating_add(mappings.saturating_mul(PRICE_OF_MAPPING))
+    }
+
+    /// Notes that the program has begun to free what it allocates: before that, it loads what it keeps.
+    fn note_loading<D: Driver>(&mut self, mem: &Mem<'_, D>) {
+        if !self.has_loaded {
+            let freed = self.freed_before + mem.ledger.freed_since_reset();
+            self.has_loaded = freed > mem.ledger.active();
+        }
+    }
+
+    // ---- homes ----
+
+    /// Grows the lane's homes until a free block of the request's size is there.
+    fn grow_at_home<D: Driver>(
+        &mut self,
+        mem: &mut Mem<'_, D>,
+        request: &Request,
+    ) -> DriverResult<Option<BlockId>> {
+        let room = room_at_home(mem, request);
+        let missing = room.map_or(request.size, |room| room.missing);
+        if mem.whole_units(missing) > mem.may_grow_by() {
+            return Ok(None);
+        }
+        if let Some(Room { start, .. }) = room {
+            return self.extend(mem, start, request);
+        }
+        let Some(start) = self.new_homes(mem, request)? else { return Ok(None) };
+        let grown = self.extend(mem, start, request);
+        mem.unreserve_if_unused(start);
+        grown
+    }
+
+    /// Puts fresh pages behind the addresses from `start` on until a free block for the request is there.
+    fn extend<D: Driver>(
+        &mut self,
+        mem: &mut Mem<'_, D>,
+        start: BlockId,
+        request: &Request,
+    ) -> DriverResult<Option<BlockId>> {
+        mem.extend(start, request.size, |mem, target, bytes| {
+            self.map_fresh(mem, target, bytes, request.tag)
+        })
+    }
+
+    /// Puts fresh pages behind the first `bytes` bytes, or more, of an unmapped block; false if memory ran out.
+    fn map_fresh<D: Driver>(
+        &self,
+        mem: &mut Mem<'_, D>,
+        id: BlockId,
+        bytes: u64,
+        tag: Tag,
+    ) -> DriverResult<bool> {
+        let block = &mem.heap[id];
+        let (lane, most) = (block.lane, block.size.min(mem.may_grow_by()));
+        let sizes = self.sizes_of_fresh_pages(mem, lane, bytes, most);
+        if mem.map_pages(id, &sizes, tag)? {
+            return Ok(true);
+        }
+        // The device has less than whole pages take: then what is missing, and no more.
+        let least = self.sizes_of_fresh_pages(mem, lane, bytes, 0);
+        Ok(least != sizes && mem.map_pages(id, &least, tag)?)
+    }
+
+    /// Addresses for homes, with no page so far; `None` if there are none.
+    fn new_homes<D: Driver>(
+        &self,
+        mem: &mut Mem<'_, D>,
+        request: &Request,
+    ) -> DriverResult<Option<BlockId>> {
+        // Room for more than the device, so that what is given back low down leaves room higher up; for small requests a
+        // part of it, since there can be many streams. Where addresses run out, less will do.
+        let most = mem.device.total.saturating_add(mem.device.total / 8);
+        let rooms = [most, most / FEWER_ADDRESSES, 0];
+        let unit = mem.device.granularity;
+        for room in &rooms[usize::from(request.small)..] {
+            let room = mem.addresses_for_homes(request, *room);
+            let Some(bytes) = round_up(room, unit) else { return Ok(None) };
+            let policy = PolicyIndex::from(Policy::Paged);
+            let made = mem.reserve_segment(bytes, Kind::Homes, request, policy)?;
+            if let Some(id) = made {
+                // In a lane of small requests only whole pages are looked for, and blocks that have room for one.
+                let least = if request.small { unit } else { 0 };
+                mem.heap.index_by_address(id, least, unit);
+                PagedLane::open(mem.heap, request.lane, request.small);
+                return Ok(made);
+            }
+        }
+        Ok(None)
+    }
+
+    /// Fresh pages, wholly free, at the end of the lane's homes; `None` if memory ran out.
+    fn fresh_pages_at_home<D: Driver>(
+        &mut self,
+        mem: &mut Mem<'_, D>,
+        missing: u64,
+        request: &Request,
+    ) -> DriverResult<Option<Vec<StitchedPage>>> {
+        if missing == 0 {
+            return Ok(Some(Vec::new()));
+        }
+        let bytes = round_up(missing, mem.device.granularity);
+        let Some(bytes) = bytes.filter(|&bytes| bytes <= mem.may_grow_by()) else {
+            return Ok(None);
+        };
+        let has_room =
+            |&id: &BlockId| mem.kind_of(id) == Kind::Homes && mem.heap[id].size >= bytes;
+        let lane = mem.heap.lane(request.lane);
+        let there = lane.and_then(|lane| lane.unmapped().map(|(_, id)| id).find(has_room));
+        let made = match there {
+            Some(id) => Some(id),
+            None => self.new_homes(mem, &Request { size: bytes, ..*request })?,
+        };
+        let Some(target) = made else { return Ok(None) };
+        let (address, segment) = (mem.heap[target].address, mem.heap[target].segment);
+        let sizes = self.sizes_of_fresh_pages(mem, request.lane, bytes, bytes);
+        let mapped = mem.map_pages(target, &sizes, request.tag);
+        if !matches!(mapped, Ok(true)) {
+            mem.unreserve_if_unused(target);
+            return mapped.map(|_| None);
+        }
+        let mut home = address;
+        let pages = sizes.iter().map(|&bytes| {
+            let (_, _, page) = mem.backing.page_around(home).expect("mapped just now");
+            let pool = request.lane.pool;
+            let page = StitchedPage { page, pool, segment, home, bytes, offset: 0 };
+            home += bytes;
+            page
+        });
+        Ok(Some(pages.collect()))
+    }
+}

@@ -1,0 +1,115 @@
+//! Remembered layouts: a program that repeats a step gets the same addresses in the same places of it.
+//!
+//! Best fit depends on all that is free, so a step that was served well once is laid out anew as soon as anything has
+//! changed, and a large request finds its pages half used. So it is remembered where each request was served at each
+//! situation. A situation is told by what is live in the lane, and where: with the same blocks at the same addresses, a
+//! request of the same size is served where it was served before, if that is free. Then a step that repeats exactly
+//! asks nothing of the driver, whatever the one before had to ask.
+
+use std::hash::BuildHasher;
+
+use rustc_hash::FxBuildHasher;
+
+use super::Paged;
+use super::stitch::StitchId;
+use crate::driver::Driver;
+use crate::heap::Lane;
+use crate::heap::block::BlockId;
+use crate::heap::segment::Kind;
+use crate::memory::{Found, Mem, Request};
+
+/// How many sets there are, each for the situations whose names fall into it: room for steps of some ten thousand large
+/// requests, in less than a megabyte.
+const SETS: usize = 1 << 13;
+
+/// How many situations a set remembers, the latest first.
+const WAYS: usize = 4;
+
+/// A situation of a lane, by a hash of what is live in it and of what is asked for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Situation(u64);
+
+/// Where a request was served.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Place {
+    Home(u64),
+    Stitch(StitchId),
+}
+
+/// What is remembered of a situation.
+type Memory = (Situation, Place);
+
+/// Where requests were served, by situations. Takes no memory before the first is remembered, and no more afterwards.
+#[derive(Debug, Default)]
+pub(super) struct Layout {
+    sets: Vec<[Option<Memory>; WAYS]>,
+}
+
+impl Situation {
+    /// What now is in the lane of a request; those of small ones have no name.
+    fn now(lane: &Lane, request: &Request) -> Option<Self> {
+        let &Request { lane: at, size, small, .. } = request;
+        (!small).then(|| Self(FxBuildHasher.hash_one((at, lane.fingerprint(), size))))
+    }
+
+    #[expect(clippy::cast_possible_truncation, reason = "a hash")]
+    fn set(self) -> usize {
+        self.0 as usize % SETS
+    }
+}
+
+impl Layout {
+    fn place(&self, situation: Situation) -> Option<Place> {
+        let mut set = self.sets.get(situation.set())?.iter().flatten();
+        set.find(|(it, _)| *it == situation).map(|&(_, place)| place)
+    }
+
+    fn remember(&mut self, situation: Situation, place: Place) {
+        if self.sets.is_empty() {
+            self.sets.resize(SETS, [None; WAYS]);
+        }
+        let set = &mut self.sets[situation.set()];
+        let known = set.iter().position(|it| it.is_some_and(|(it, _)| it == situation));
+        let last = known.unwrap_or(WAYS - 1);
+        set[..=last].rotate_right(1);
+        set[0] = Some((situation, place));
+    }
+}
+
+impl Paged {
+    /// What serves a request as it was served before in this situation, if that is free.
+    pub(super) fn served_before<D: Driver>(
+        &self,
+        mem: &Mem<'_, D>,
+        request: &Request,
+    ) -> Option<Found> {
+        let lane = mem.heap.lane(request.lane)?;
+        match self.layout.place(Situation::now(lane, request)?)? {
+            Place::Home(address) => {
+                let id = lane.free_at(address)?;
+                // Another policy may have had the addresses since.
+                let is_home = mem.kind_of(id) == Kind::Homes;
+                // A size near the largest number was never served, but another situation may have the same hash.
+                let end = address.checked_add(request.size);
+                let fits = end.is_some_and(|end| end <= mem.heap[id].end());
+                (fits && is_home).then_some(Found::Within { block: id, address })
+            }
+            Place::Stitch(stitch) => self
+                .stitches
+                .can_lend(mem.heap, stitch, request)
+                .then_some(Found::Stitch(stitch.number())),
+        }
+    }
+
+    /// Remembers where a request is about to be served: by a free block of its lane.
+    pub(super) fn remember<D: Driver>(&mut self, mem: &Mem<'_, D>, request: &Request, id: BlockId) {
+        let lane = mem.heap.lane(request.lane);
+        let Some(situation) = lane.and_then(|lane| Situation::now(lane, request)) else { return };
+        let place = match mem.kind_of(id) {
+            Kind::Stitch(number) => Place::Stitch(StitchId::new(number)),
+            Kind::Homes => Place::Home(mem.heap[id].address),
+            Kind::Plain | Kind::Pages { .. } | Kind::Host => return,
+        };
+        self.layout.remember(situation, place);
+    }
+}
