@@ -10,11 +10,8 @@ mod expandable;
 mod paged;
 mod segments;
 
+pub use crate::options::Policy;
 pub(crate) use paged::PageSizes;
-
-use std::fmt;
-
-use serde::{Deserialize, Serialize};
 
 use crate::block::{Block, BlockId, BlockTable};
 use crate::driver::{Properties, StreamId};
@@ -24,45 +21,7 @@ use crate::pages::PageTable;
 use crate::pool::{Lane, PoolIndex};
 use crate::segment::SegmentTable;
 
-/// The policies there are.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Policy {
-    /// PyTorch's classic allocator: plain segments, best fit, split and merge.
-    Segments,
-    /// PyTorch's expandable segments: one growing range per stream and pool.
-    Expandable,
-    /// Pages with a home each, and second addresses that put free pieces side by side.
-    Paged,
-}
-
 impl Policy {
-    /// Every policy.
-    pub const ALL: [Self; 3] = [Self::Segments, Self::Expandable, Self::Paged];
-
-    /// Its name.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Segments => "segments",
-            Self::Expandable => "expandable",
-            Self::Paged => "paged",
-        }
-    }
-
-    /// The policy that options ask for.
-    #[must_use]
-    pub fn of(options: &Options) -> Self {
-        // Paged is the default: what is asked for beside it counts.
-        if options.expandable_segments {
-            Self::Expandable
-        } else if options.paged {
-            Self::Paged
-        } else {
-            Self::Segments
-        }
-    }
-
     /// Its decisions.
     pub(crate) fn rules(self) -> &'static dyn Rules {
         match self {
@@ -70,12 +29,6 @@ impl Policy {
             Self::Expandable => &expandable::Expandable,
             Self::Paged => &paged::Paged,
         }
-    }
-}
-
-impl fmt::Display for Policy {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(self.name())
     }
 }
 
