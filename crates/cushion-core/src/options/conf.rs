@@ -111,7 +111,7 @@ mod tests {
     }
 
     #[test]
-    fn empty_text_and_trailing_comma_are_fine() {
+    fn empty_text_and_a_trailing_comma_are_accepted() {
         assert_eq!(ok(""), []);
         assert_eq!(ok(" \t\n\u{b}\u{c}\r"), []);
         assert_eq!(ok("a:1,"), owned(&[("a", "1")]));
@@ -119,12 +119,12 @@ mod tests {
     }
 
     #[test]
-    fn white_space_is_dropped_everywhere() {
+    fn white_space_is_removed_everywhere() {
         assert_eq!(ok(" a : T rue ,\n b:[ 1 : 2 ]"), owned(&[("a", "True"), ("b", "[1:2]")]));
     }
 
     #[test]
-    fn each_slip_has_its_error() {
+    fn each_syntax_error_is_named() {
         let colon = |text: &str| OptionsError::MissingColon { text: text.to_owned() };
         let comma = |key: &str, value: &str, found: &str| OptionsError::MissingComma {
             key: key.to_owned(),

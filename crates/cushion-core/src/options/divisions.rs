@@ -107,19 +107,19 @@ mod tests {
     fn a_list_fills_below_its_first_and_above_its_last() {
         let full = [1, 1, 1, 1, 1, 1, 1, 1, 1, 2, 4, 8, 8, 8, 8, 8];
         assert_eq!(slots("[256:1,512:2,1024:4,>:8]"), full);
-        // Without `>` the rest stays off; what lies between two names stays off as well.
+        // Without `>` the rest stays off. Intervals between two names stay off too.
         assert_eq!(slots("[4:2,32:8]"), [2, 2, 2, 0, 0, 8, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]);
-        // Only the first name fills what lies below it, even if a later name is lower.
+        // Only the first name sets the intervals below it, even if a later name is lower.
         assert_eq!(slots("[8:2,2:4]"), [2, 4, 2, 2, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]);
-        // `>` begins after the last name, wherever that is.
+        // `>` begins after the last name in the list.
         assert_eq!(slots("[8:2,2:4,>:1]"), [2, 4, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1]);
-        // Names are clamped to the last interval, after which `>` has nothing to fill.
+        // Names are clamped to the last interval, and then `>` sets nothing.
         assert_eq!(slots("[65536:2,>:8]"), [2; 16]);
         assert_eq!(slots("[32768:2,9223372036854775808:4]")[14..], [2, 4]);
-        // `>` alone leaves the first interval out, and does not count as a first name.
+        // `>` alone does not set the first interval, and does not count as the first name.
         assert_eq!(slots("[>:8]"), [0, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8]);
         assert_eq!(slots("[>:8,4:2]"), [2, 2, 2, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8]);
-        // Zero switches an interval off.
+        // Zero turns an interval off.
         assert_eq!(slots("[2:4,4:0,>:8]")[..4], [4, 4, 0, 8]);
         assert_eq!(slots("[]"), [0; 16]);
         assert_eq!(slots("[1:4,]")[..2], [4, 0]);

@@ -27,7 +27,7 @@ pub fn markdown() -> String {
          4. The variable of each option.\n\
          5. The arguments of `cushion.install()`.\n\
          \n\
-         | argument | variable | default | meaning |\n\
+         | name | variable | default | meaning |\n\
          |---|---|---|---|\n",
     );
     // Writing to a string cannot fail, here and below.

@@ -325,7 +325,7 @@ mod tests {
     }
 
     #[test]
-    fn receipts_and_failures_are_gathered() {
+    fn receipts_and_injected_failures_are_gathered() {
         let variables = [("CUSHION_RECEIPTS", "a.jsonl"), ("CUSHION_INJECT", "every=3")];
         let settings = gather(Asked::default(), &variables).unwrap();
         assert_eq!(settings.receipts.as_deref(), Some("a.jsonl"));
@@ -342,7 +342,13 @@ mod tests {
     }
 
     #[test]
-    fn nothing_given_is_the_default() {
+    fn the_accepted_policies_are_all_policies() {
+        let names: Vec<_> = POLICY.accepts.split('`').skip(1).step_by(2).collect();
+        assert_eq!(names, Policy::ALL.map(Policy::name));
+    }
+
+    #[test]
+    fn without_sources_options_are_the_defaults() {
         let settings = gather(Asked::default(), &[]).unwrap();
         assert_eq!(settings.options, Options::default());
         assert_eq!(Policy::of(&settings.options), Policy::Paged);
@@ -351,7 +357,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_given_later_wins() {
+    fn a_later_source_overrides_an_earlier_one() {
         let conf = |conf: &str| Asked { conf: Some(conf.to_owned()), ..Asked::default() };
         let policy = |policy: &str| Asked { policy: Some(policy.to_owned()), ..Asked::default() };
         let torch = ("PYTORCH_ALLOC_CONF", "expandable_segments:True,max_split_size_mb:64");
@@ -368,13 +374,13 @@ mod tests {
             Asked { policy: Some("segments".to_owned()), ..conf("expandable_segments:True") };
         assert_eq!(policy_of(both, &[variable]), Policy::Segments);
 
-        // Options of different sources stay side by side.
+        // Options of different sources add up.
         let settings = gather(policy("expandable"), &[torch]).unwrap();
         assert_eq!(settings.options.max_split_size, Some(64 * MIB));
     }
 
     #[test]
-    fn not_expandable_is_whatever_it_would_be_otherwise() {
+    fn expandable_segments_false_keeps_other_policies() {
         let not = ("CUSHION_EXPANDABLE_SEGMENTS", "False");
         let torch = |conf| ("PYTORCH_CUDA_ALLOC_CONF", conf);
         assert_eq!(policy_of(Asked::default(), &[not]), Policy::Paged);
@@ -419,7 +425,7 @@ mod tests {
     }
 
     #[test]
-    fn devices_are_simulated_where_a_size_is_given() {
+    fn a_size_simulates_devices() {
         let simulated = |size| gather(Asked::default(), &[("CUSHION_SIMULATE", size)]);
         assert_eq!(simulated("16GiB").unwrap().simulate, Some(16 << 30));
         assert_eq!(simulated(" ").unwrap().simulate, None);
@@ -471,7 +477,7 @@ mod tests {
     }
 
     #[test]
-    fn backend_is_cut_out_of_a_conf_string() {
+    fn backend_is_removed_from_a_conf_string() {
         for (conf, left) in [
             ("backend:native", ""),
             ("max_split_size_mb:64, backend : cudaMallocAsync", "max_split_size_mb:64"),

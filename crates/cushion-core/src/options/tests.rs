@@ -27,7 +27,7 @@ pub(super) fn refused(key: &str, values: &[&str]) {
 }
 
 #[test]
-fn defaults_are_those_of_pytorch_but_for_the_policy() {
+fn defaults_are_those_of_pytorch_except_for_the_policy() {
     let options = Options::default();
     assert_eq!(Policy::of(&options), Policy::Paged);
     assert_eq!(options.max_split_size, None);
@@ -45,7 +45,7 @@ fn defaults_are_those_of_pytorch_but_for_the_policy() {
 fn large_segment_size() {
     assert_eq!(parse("large_segment_size_mb:11").large_segment_size, 11 * MIB);
     assert_eq!(parse("large_segment_size_mb:0512").large_segment_size, 512 * MIB);
-    // The most whole MiB that fit in 64 bits, and everything above.
+    // The largest number of whole MiB that fits in 64 bits; larger numbers become this one.
     for mib in ["17592186044415", "17592186044416", "18446744073709551615"] {
         let options = parse(&format!("large_segment_size_mb:{mib}"));
         assert_eq!(options.large_segment_size, u64::MAX - (MIB - 1), "{mib}");
@@ -71,7 +71,7 @@ fn max_non_split_rounding() {
 }
 
 #[test]
-fn limits_follow_the_large_segment_size_wherever_it_stands() {
+fn limits_follow_the_large_segment_size_in_any_order() {
     let options = parse("max_split_size_mb:12,large_segment_size_mb:12");
     assert_eq!(options.max_split_size, Some(12 * MIB));
     for conf in [
@@ -83,7 +83,7 @@ fn limits_follow_the_large_segment_size_wherever_it_stands() {
         let error = Options::parse(conf).unwrap_err().to_string();
         assert!(error.contains("below the size of a large segment, 40 MiB"), "{error}");
     }
-    // A size kept from an earlier string counts too.
+    // A size from an earlier string counts too.
     let mut options = parse("large_segment_size_mb:40");
     assert!(options.apply("max_split_size_mb:39").is_err());
     options.apply("max_split_size_mb:40").unwrap();
@@ -123,10 +123,10 @@ fn booleans_are_exactly_true_or_false() {
 }
 
 #[test]
-fn a_string_asks_for_a_policy() {
+fn a_string_selects_a_policy() {
     use Policy::{Expandable, Paged, Segments};
 
-    // From each of the three: segments, expandable, paged.
+    // The policy afterwards, if it was `segments`, `expandable` or `paged` before.
     let cases = [
         ("", [Segments, Expandable, Paged]),
         ("max_split_size_mb:64", [Segments, Expandable, Paged]),
@@ -134,14 +134,14 @@ fn a_string_asks_for_a_policy() {
         ("expandable_segments:False", [Segments, Paged, Paged]),
         ("paged:True", [Paged; 3]),
         ("paged:False", [Segments; 3]),
-        // Of one string, wherever each stands.
+        // Both keys in one string, in either order.
         ("expandable_segments:True,paged:True", [Paged; 3]),
         ("paged:True,expandable_segments:True", [Paged; 3]),
         ("expandable_segments:True,paged:False", [Expandable; 3]),
         ("paged:False,expandable_segments:True", [Expandable; 3]),
         ("expandable_segments:False,paged:True", [Paged; 3]),
         ("paged:False,expandable_segments:False", [Segments; 3]),
-        // Said twice, the last counts.
+        // The last pair of a key counts.
         ("expandable_segments:True,expandable_segments:False", [Segments, Paged, Paged]),
         ("expandable_segments:False,expandable_segments:True", [Expandable; 3]),
         ("paged:True,paged:False", [Segments; 3]),
@@ -152,7 +152,7 @@ fn a_string_asks_for_a_policy() {
             let mut options = Options::default();
             options.ask_for(policy);
             options.apply(conf).unwrap();
-            // What a string gives, another can say again.
+            // The printed conf parses to the same options.
             assert_eq!(parse(&options.to_conf()), options, "{conf}");
             Policy::of(&options)
         });
@@ -161,7 +161,7 @@ fn a_string_asks_for_a_policy() {
 }
 
 #[test]
-fn readers_of_pytorch_see_its_default_where_no_policy_is_named() {
+fn the_conf_for_pytorch_names_paged_but_not_segments() {
     let mut options = parse("max_split_size_mb:64");
     let texts = Policy::ALL.map(|policy| {
         options.ask_for(policy);
@@ -223,7 +223,7 @@ fn four_options_reset_and_the_others_stay() {
         "garbage_collection_threshold",
     ];
     assert_eq!(resets, expected);
-    // A list starts from nothing, not from what an earlier string left.
+    // A list starts from the default, not from the value of an earlier string.
     let mut options = parse("roundup_power2_divisions:4");
     options.apply("roundup_power2_divisions:[1:2]").unwrap();
     assert_eq!(options.roundup_power2_divisions[..2], [2, 0]);
@@ -271,6 +271,9 @@ fn every_row_prints_its_range() {
     assert_eq!(accepts("wait_base_us"), "a whole number of microseconds above 0");
     assert_eq!(accepts("max_tries"), "a whole number above 0");
     assert_eq!(accepts("wait_factor"), "a number from 1 to 100");
+    let names: Vec<_> = accepts("skip_rungs").split('`').skip(5).step_by(2).collect();
+    let skippable = Rung::ALL.into_iter().filter(|rung| rung.can_be_skipped());
+    assert_eq!(names, skippable.map(Rung::name).collect::<Vec<_>>());
     for (conf, why) in [
         ("large_segment_size_mb:10", "it is not above 10"),
         ("page_mb:1025", "it is not from 2 to 1024"),
@@ -300,13 +303,13 @@ fn a_failed_apply_changes_nothing() {
 }
 
 #[test]
-fn the_last_of_two_wins() {
+fn the_last_of_two_values_wins() {
     let options = parse("max_split_size_mb:64,max_split_size_mb:32,expandable_segments:True,");
     assert_eq!(options.max_split_size, Some(32 * MIB));
     assert_eq!(options.policy, Policy::Expandable);
-    // Both are read, so both must be good.
+    // Both values are read, so both must be valid.
     assert!(Options::parse("max_split_size_mb:1,max_split_size_mb:32").is_err());
-    // A list written after another value changes only what it fills.
+    // A list after another value changes only the intervals it sets.
     let conf = "roundup_power2_divisions:8,roundup_power2_divisions:[1:2,4:4]";
     assert_eq!(parse(conf).roundup_power2_divisions[..4], [2, 8, 4, 8]);
 }
@@ -364,7 +367,7 @@ fn unknown_keys_suggest_the_nearest() {
 }
 
 #[test]
-fn a_bad_value_reads_well() {
+fn the_message_for_a_bad_value() {
     let text = Options::parse("max_split_size_mb:8").unwrap_err().to_string();
     let expected = "option `max_split_size_mb` cannot be `8`: it is below the size of a large \
                     segment, 20 MiB; it takes a whole number of MiB, `large_segment_size_mb` \
@@ -390,12 +393,12 @@ fn conf_text_is_canonical() {
                wait_base_us:20,wait_factor:1.5,wait_ceiling_ms:10,max_tries:9,callback_ms:70,\
                skip_rungs:borrow+wait,spill_limit_mb:1024,spill_over_mb:64";
     assert_eq!(canonical(ALL), all);
-    // Said aloud, a default that depends on another option is no longer a default.
+    // A default that depends on another option is written once it is set explicitly.
     let explicit = "max_non_split_rounding_mb:20";
     assert_eq!(canonical(explicit), explicit);
 }
 
-/// Many combinations, the same ones each time.
+/// Random options from a fixed seed.
 struct Dice(Random);
 
 impl Dice {
@@ -470,7 +473,7 @@ fn conf_text_parses_back() {
         let options = random.options();
         let conf = options.to_conf();
         assert_eq!(parse(&conf), options, "{conf}");
-        // Applied to other options, it sets all that it names and all that resets.
+        // Applied to other options, a string sets the options it names and those that reset.
         let mut other = random.options();
         let everything: Vec<_> = REGISTRY
             .iter()
@@ -513,7 +516,7 @@ fn any_text_is_parsed_or_refused_without_panic() {
 }
 
 #[test]
-fn the_tables_agree_with_themselves() {
+fn keys_are_unique_and_descriptions_complete() {
     for spec in REGISTRY {
         assert!(!is_not_ours(spec.key));
         let doc = spec.doc();
@@ -537,7 +540,7 @@ fn environment_names() {
 }
 
 #[test]
-fn the_page_tells_everything() {
+fn the_page_holds_every_row() {
     let page = markdown();
     assert!(page.starts_with("# Options\n"));
     assert!(page.ends_with('\n') && !page.ends_with("\n\n"));
