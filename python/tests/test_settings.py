@@ -1,4 +1,4 @@
-"""Where settings come from, which of them wins, and what is wrong with a bad one."""
+"""The sources of options, their order, and the errors for bad values."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import support  # noqa: F401
 
 from cushion import _cushion
 
-# Each option: a value that is not its default, and what it reads as in a conf string.
+# Each option with a value other than its default, as written in a conf string.
 OPTIONS = {
     "large_segment_size_mb": "32",
     "max_split_size_mb": "64",
@@ -140,7 +140,7 @@ class WhoWins(unittest.TestCase):
         self.assertEqual(gather(environ).policy, "expandable")
         self.assertEqual(gather(environ, policy="segments").policy, "segments")
         self.assertEqual(gather(environ, policy="paged").policy, "paged")
-        # Not to be expandable is no wish for segments, and takes none back.
+        # `expandable_segments:False` does not select `segments`, and does not end it.
         not_expandable = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}
         self.assertEqual(gather(not_expandable).policy, "paged")
         self.assertEqual(gather({**not_expandable, "CUSHION_POLICY": "segments"}).policy, "segments")

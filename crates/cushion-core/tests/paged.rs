@@ -432,8 +432,8 @@ mod tests {
     }
 
     #[test]
-    fn a_policy_named_beside_the_default_counts() {
-        let options = Options { expandable_segments: true, ..Options::default() };
+    fn a_policy_set_in_the_options_counts() {
+        let options = Options { policy: Policy::Expandable, ..Options::default() };
         assert_eq!(Policy::of(&options), Policy::Expandable);
     }
 

@@ -1,7 +1,9 @@
 //! Snapshots as PyTorch's `_cuda_memorySnapshot` returns them, so that its own tools, its viewer and
 //! `cushion replay` read them.
 
-use cushion::core::{Action, BlockFigures, BlockUse, Entry, Options, PoolId, SegmentFigures};
+use cushion::core::{
+    Action, BlockFigures, BlockUse, Entry, Options, Policy, PoolId, SegmentFigures,
+};
 use cushion::devices;
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -145,7 +147,7 @@ fn settings<'py>(py: Python<'py>, options: &Options) -> PyResult<Bound<'py, PyDi
     let max_split = options.max_split_size.map_or(-1, |size| i64::try_from(size).unwrap_or(-1));
     settings.set_item("max_split_size", max_split)?;
     settings.set_item("garbage_collection_threshold", options.garbage_collection_threshold)?;
-    settings.set_item("expandable_segments", options.expandable_segments)?;
+    settings.set_item("expandable_segments", options.policy == Policy::Expandable)?;
     settings.set_item("pinned_num_register_threads", 1)?;
     settings.set_item("release_lock_on_cudamalloc", false)?;
     settings.set_item("pinned_use_cuda_host_register", false)?;

@@ -164,7 +164,8 @@ impl Recording<'_> {
             seen[1] |= event.action == Action::SegmentMap;
         }
         let [plain, maps] = seen;
-        let expandable = if maps == plain { self.options.expandable_segments } else { maps };
+        let recorded = self.options.policy == Policy::Expandable;
+        let expandable = if maps == plain { recorded } else { maps };
         let policy = if expandable { Policy::Expandable } else { Policy::Segments };
         let mut builder = Builder {
             events: Window::new(events),
@@ -525,8 +526,10 @@ fn options_of(settings: &Settings, notes: &mut Vec<String>) -> Options {
     if let Some(threshold) = settings.garbage_collection_threshold {
         options.garbage_collection_threshold = threshold;
     }
-    if let Some(expandable) = settings.expandable_segments {
-        options.expandable_segments = expandable;
+    match settings.expandable_segments {
+        Some(true) => options.policy = Policy::Expandable,
+        Some(false) if options.policy == Policy::Expandable => options.policy = Policy::Segments,
+        _ => {}
     }
     if let Some(reuse) = settings.graph_capture_record_stream_reuse {
         options.graph_capture_record_stream_reuse = reuse;

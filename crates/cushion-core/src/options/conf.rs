@@ -1,12 +1,12 @@
 //! The syntax of a conf string: `key:value,key:value`, where a value may be a list in brackets.
 //!
-//! This file reads text, and knows nothing of what the keys mean. White space is dropped wherever
-//! it stands, as PyTorch does; a missing `:` or `,`, an empty key or value, and brackets that do
-//! not pair up are errors, where PyTorch lets most of them pass.
+//! This file splits text into pairs; it does not know the keys. Like PyTorch, it removes all white
+//! space. A missing `:` or `,`, an empty key or value, and unbalanced brackets are errors; PyTorch
+//! ignores most of them.
 
 use super::OptionsError;
 
-/// One `key:value` of a conf string, white space removed; a list keeps its brackets.
+/// One `key:value` of a conf string, without white space; a list keeps its brackets.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Pair {
     pub(super) key: String,
@@ -17,19 +17,19 @@ pub(super) struct Pair {
 pub(super) fn pairs(conf: &str) -> Result<Vec<Pair>, OptionsError> {
     let text: String = conf.chars().filter(|c| !is_space(*c)).collect();
     let mut items = items(&text)?;
-    // What follows a trailing comma (and the whole of an empty string) is not an item.
+    // The text after a trailing comma, and an empty string, are not items.
     if items.last().is_some_and(|item| item.is_empty()) {
         items.pop();
     }
     items.into_iter().map(pair).collect()
 }
 
-/// White space as C's `isspace` has it: Rust's ASCII set and the vertical tab.
+/// Returns whether C's `isspace` is true: for Rust's ASCII white space and the vertical tab.
 fn is_space(c: char) -> bool {
     c.is_ascii_whitespace() || c == '\u{b}'
 }
 
-/// The stretches between commas that stand outside brackets.
+/// Splits the text at the commas outside brackets.
 fn items(text: &str) -> Result<Vec<&str>, OptionsError> {
     let unbalanced = || OptionsError::UnbalancedBrackets { text: text.to_owned() };
     let mut items = Vec::new();
@@ -80,63 +80,14 @@ fn pair(item: &str) -> Result<Pair, OptionsError> {
     Ok(Pair { key: key.to_owned(), value: value.to_owned() })
 }
 
-/// How much of the text belongs to the value it begins with: a whole list, or all up to the next
-/// mark that cannot be part of a plain value.
+/// Returns the length of the value at the beginning of the text: a whole list, or everything up to
+/// the next character that a plain value cannot contain.
 fn value_len(text: &str) -> usize {
     if text.starts_with('[') {
         text.find(']').map_or(text.len(), |at| at + 1)
     } else {
         text.find([':', '[', ']']).unwrap_or(text.len())
     }
-}
-
-/// A whole number: digits alone, without the sign that `u64::from_str` would take.
-pub(super) fn whole(value: &str) -> Result<u64, String> {
-    if value.is_empty() || !value.bytes().all(|b| b.is_ascii_digit()) {
-        return Err(format!("`{value}` is not a whole number"));
-    }
-    value.parse().map_err(|_| format!("`{value}` does not fit in 64 bits"))
-}
-
-pub(super) fn number(value: &str) -> Result<f64, String> {
-    value.parse().map_err(|_| "it is not a number".to_owned())
-}
-
-pub(super) fn boolean(value: &str) -> Result<bool, String> {
-    match value {
-        "True" => Ok(true),
-        "False" => Ok(false),
-        _ => Err("it is not a truth value".to_owned()),
-    }
-}
-
-pub(super) fn boolean_text(value: bool) -> String {
-    if value { "True" } else { "False" }.to_owned()
-}
-
-pub(super) fn power_of_two(value: &str) -> Result<u64, String> {
-    let number = whole(value)?;
-    if number.is_power_of_two() {
-        Ok(number)
-    } else {
-        Err(format!("`{value}` is not a power of two"))
-    }
-}
-
-/// The least number of bytes to insert, delete or replace to turn `a` into `b` (Levenshtein).
-pub(super) fn edits(a: &[u8], b: &[u8]) -> usize {
-    // `row[j]` is the distance from the part of `a` read so far to the first `j` bytes of `b`.
-    let mut row: Vec<usize> = (0..=b.len()).collect();
-    for (i, x) in a.iter().enumerate() {
-        let mut diagonal = row[0];
-        row[0] = i + 1;
-        for (j, y) in b.iter().enumerate() {
-            let replaced = diagonal + usize::from(x != y);
-            diagonal = row[j + 1];
-            row[j + 1] = replaced.min(diagonal + 1).min(row[j] + 1);
-        }
-    }
-    row[b.len()]
 }
 
 #[cfg(test)]
@@ -160,7 +111,7 @@ mod tests {
     }
 
     #[test]
-    fn empty_text_and_trailing_comma_are_fine() {
+    fn empty_text_and_a_trailing_comma_are_accepted() {
         assert_eq!(ok(""), []);
         assert_eq!(ok(" \t\n\u{b}\u{c}\r"), []);
         assert_eq!(ok("a:1,"), owned(&[("a", "1")]));
@@ -168,12 +119,12 @@ mod tests {
     }
 
     #[test]
-    fn white_space_is_dropped_everywhere() {
+    fn white_space_is_removed_everywhere() {
         assert_eq!(ok(" a : T rue ,\n b:[ 1 : 2 ]"), owned(&[("a", "True"), ("b", "[1:2]")]));
     }
 
     #[test]
-    fn each_slip_has_its_error() {
+    fn each_syntax_error_is_named() {
         let colon = |text: &str| OptionsError::MissingColon { text: text.to_owned() };
         let comma = |key: &str, value: &str, found: &str| OptionsError::MissingComma {
             key: key.to_owned(),
@@ -208,30 +159,5 @@ mod tests {
         for (conf, error) in cases {
             assert_eq!(pairs(conf), Err(error), "{conf}");
         }
-    }
-
-    #[test]
-    fn edits_are_counted() {
-        let cases = [("", "", 0), ("", "abc", 3), ("abc", "abc", 0), ("kitten", "sitting", 3)];
-        for (a, b, distance) in cases {
-            assert_eq!(edits(a.as_bytes(), b.as_bytes()), distance);
-            assert_eq!(edits(b.as_bytes(), a.as_bytes()), distance);
-        }
-    }
-
-    #[test]
-    fn plain_values() {
-        assert_eq!(whole("0"), Ok(0));
-        assert_eq!(whole("18446744073709551615"), Ok(u64::MAX));
-        for text in ["", "+1", "-1", "1.0", "0x10", "１", "18446744073709551616"] {
-            assert!(whole(text).is_err(), "{text}");
-        }
-        assert_eq!(power_of_two("1"), Ok(1));
-        assert_eq!(power_of_two("9223372036854775808"), Ok(1 << 63));
-        assert!(power_of_two("0").is_err() && power_of_two("6").is_err());
-        assert_eq!(number("1e-2"), Ok(0.01));
-        assert!(number("").is_err() && number("0,1").is_err());
-        assert_eq!((boolean("True"), boolean("False")), (Ok(true), Ok(false)));
-        assert!(boolean("true").is_err());
     }
 }

@@ -1,31 +1,31 @@
-//! The settings of a process: where its options come from, and what a conf string does not hold.
+//! Where a process gets its options from, and what else it can set besides options.
 //!
-//! A binding gathers texts from the caller and from the environment and passes them here: nothing in
-//! this crate reads the environment. What is given later wins: PyTorch's variable, `CUSHION_CONF`, the
-//! variable of each option, and what the caller says in code.
+//! A binding passes the caller's arguments and a function that reads the environment; this crate
+//! does not read the environment. A later source overrides an earlier one: PyTorch's variable,
+//! `CUSHION_CONF`, `CUSHION_POLICY`, the variable of each option, and the caller's arguments.
 
 use thiserror::Error;
 
 use super::conf::pairs;
-use super::{NotOurs, Options, OptionsError, REGISTRY, policy_asked_for};
+use super::policy::{Policy, selected_policy};
+use super::{NotOurs, Options, OptionsError, REGISTRY};
 use crate::bytes::parse_bytes;
 use crate::inject::{Injection, InjectionError};
-use crate::policy::Policy;
 
-/// The variables that PyTorch reads, in its order: it reads the first that is set and no other.
+/// The variables that PyTorch reads, in its order. It reads only the first one that is set.
 pub const TORCH_VARIABLES: [&str; 3] =
     ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF"];
 
-/// One setting of a process: everything there is to know about it.
+/// One argument of `install`, with its environment variable.
 #[derive(Debug, Clone, Copy)]
 pub struct SettingSpec {
-    /// Its name in code: an argument of `install`, or a function of the package.
+    /// The name in code: an argument of `install`, or a function of the package.
     pub name: &'static str,
-    /// The variable that sets it.
+    /// The environment variable.
     pub variable: &'static str,
     /// The default.
     pub default: &'static str,
-    /// The values that are taken, to complete "it takes ...".
+    /// The accepted values, to complete "it takes ...".
     pub accepts: &'static str,
     /// What it does.
     pub meaning: &'static str,
@@ -34,10 +34,11 @@ pub struct SettingSpec {
 const POLICY: SettingSpec = SettingSpec {
     name: "policy",
     variable: "CUSHION_POLICY",
-    default: "paged",
+    default: Options::DEFAULT.policy.name(),
     accepts: "`segments`, `expandable` or `paged`",
-    meaning: "How memory is laid out and got: as PyTorch's classic allocator does, as its expandable segments, or \
-              in pages that serve any request wherever they lie. The same as `paged:False`, \
+    meaning: "How memory is laid out and obtained. `segments` is the layout of PyTorch's classic \
+              allocator, `expandable` that of its expandable segments. `paged` maps scattered free \
+              pages into one contiguous range. The same as `paged:False`, \
               `expandable_segments:True` and `paged:True` in a conf string.",
 };
 const CONF: SettingSpec = SettingSpec {
@@ -52,40 +53,39 @@ const LOG: SettingSpec = SettingSpec {
     variable: "CUSHION_LOG",
     default: "0",
     accepts: "`1` or `0`",
-    meaning: "Whether Cushion says on standard error, through Python's logger `cushion`, what was \
-              installed and every allocation that was refused.",
+    meaning: "Whether Cushion logs the installation and every refused allocation to standard \
+              error, through Python's logger `cushion`.",
 };
 const SIMULATE: SettingSpec = SettingSpec {
     name: "simulate",
     variable: "CUSHION_SIMULATE",
     default: "none",
     accepts: "a size up to 1 PiB, such as `16GiB`, `8GB` or a number of bytes",
-    meaning: "Devices are simulated, each of this size: for trying things out and for tests where \
-              there is no GPU. The same as `cushion.simulate()`. PyTorch cannot use such memory, so \
-              `cushion.install()` refuses then.",
+    meaning: "Simulates devices of this size, for experiments and tests without a GPU. The same as \
+              `cushion.simulate()`. PyTorch cannot use simulated memory, so `cushion.install()` \
+              refuses to run with it.",
 };
-
 const RECEIPTS: SettingSpec = SettingSpec {
     name: "receipts",
     variable: "CUSHION_RECEIPTS",
     default: "none",
-    accepts: "the path of a file, which is made if need be",
-    meaning: "Every shortage, survived or refused, is written to the end of this file as a line of \
-              JSON. Several processes may share a file.",
+    accepts: "the path of a file, which is created if it does not exist",
+    meaning: "Appends every shortage, survived or refused, to this file as a line of JSON. Several \
+              processes may share a file.",
 };
 const INJECT: SettingSpec = SettingSpec {
     name: "inject",
     variable: "CUSHION_INJECT",
     default: "none",
     accepts: "rules, such as `nth=5` or `every=1000; over=1GiB,fraction=0.01,seed=7`",
-    meaning: "Allocations are made to fail by these rules, to test how a program takes it \
-              ([inject.md](inject.md)). Every device counts for itself.",
+    meaning: "Makes allocations fail by these rules, to test how a program handles failures \
+              ([inject.md](inject.md)). Each device counts its own allocations.",
 };
 
-/// All settings, in the order in which they are shown.
+/// All arguments, in the order in which they are shown.
 pub static SETTINGS: &[SettingSpec] = &[POLICY, CONF, LOG, SIMULATE, RECEIPTS, INJECT];
 
-/// What the caller says in code; it wins over every variable.
+/// The caller's arguments. They override every variable.
 #[derive(Debug, Clone, Default)]
 pub struct Asked {
     /// The policy, by its name.
@@ -94,64 +94,64 @@ pub struct Asked {
     pub conf: Option<String>,
     /// Whether messages go to standard error.
     pub log: Option<bool>,
-    /// The file that receipts are written to; an empty text is none.
+    /// The file for receipts; an empty text means no file.
     pub receipts: Option<String>,
-    /// Rules for failures that are made up; an empty text is none.
+    /// Rules for injected failures; an empty text means no rules.
     pub inject: Option<String>,
 }
 
-/// The settings of a process.
+/// The options of a process, and its other arguments, gathered from all sources.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Settings {
     /// The options of every engine.
     pub options: Options,
     /// Whether messages go to standard error.
     pub log: bool,
-    /// Devices are simulated, of this size each.
+    /// The size of each simulated device; `None` uses real devices.
     pub simulate: Option<u64>,
-    /// The file that receipts are written to.
+    /// The file for receipts.
     pub receipts: Option<String>,
-    /// Failures that are made up.
+    /// The rules for injected failures.
     pub inject: Option<Injection>,
-    /// Pairs of conf strings that are PyTorch's alone.
+    /// Pairs of conf strings that Cushion does not act on.
     pub not_ours: Vec<NotOurs>,
 }
 
-/// A setting that was refused, and where it came from.
+/// Why a source is refused, with its name.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum SettingsError {
-    /// A conf string, or the variable of an option, is no good.
+    /// A conf string, or the variable of an option, is wrong.
     #[error("{source_name}: {error}")]
     Options {
         /// The argument or variable.
         source_name: String,
-        /// What is wrong.
+        /// The error.
         error: OptionsError,
     },
-    /// Rules for failures that are made up are no good.
+    /// The rules for injected failures are wrong.
     #[error("{source_name}: {error}")]
     Inject {
         /// The argument or variable.
         source_name: String,
-        /// What is wrong.
+        /// The error.
         error: InjectionError,
     },
-    /// Another setting is no good.
+    /// Another argument or variable is wrong.
     #[error("{source_name} cannot be `{value}`: it takes {accepts}")]
     Value {
         /// The argument or variable.
         source_name: String,
         /// The value given.
         value: String,
-        /// The values that are taken.
+        /// The accepted values.
         accepts: &'static str,
     },
 }
 
 impl Settings {
-    /// Gathers the settings from what the caller asks for and from the variables that `variable`
-    /// knows.
+    /// Gathers the options from the caller's arguments and from the environment, which `variable`
+    /// reads.
     pub fn gather(
         asked: &Asked,
         variable: impl Fn(&str) -> Option<String>,
@@ -175,7 +175,7 @@ impl Settings {
                 variables += &pair;
             }
         }
-        // Of a policy they speak together.
+        // The variables select a policy together, as one string does.
         gathered.choose(&variables);
         if let Some(conf) = &asked.conf {
             gathered.add(CONF.name, conf)?;
@@ -203,13 +203,11 @@ impl Settings {
         let receipts = given(&RECEIPTS, &asked.receipts).map(|(_, path)| path);
         let simulate = Self::simulate_of(&variable)?;
         let Gathered { mut options, policy, not_ours, .. } = gathered;
-        options.ask_for(policy);
+        options.policy = policy;
         Ok(Self { options, log, simulate, receipts, inject, not_ours })
     }
-}
 
-impl Settings {
-    /// Whether devices are simulated, and of what size, alone.
+    /// Returns only the size of each simulated device, or `None` for real devices.
     pub fn simulate_of(
         variable: impl Fn(&str) -> Option<String>,
     ) -> Result<Option<u64>, SettingsError> {
@@ -219,13 +217,13 @@ impl Settings {
     }
 }
 
-/// The variable that PyTorch would read, and its text.
+/// Returns the variable that PyTorch reads, and its text.
 pub fn torch_variable(variable: impl Fn(&str) -> Option<String>) -> Option<(&'static str, String)> {
     TORCH_VARIABLES.iter().find_map(|&name| Some((name, variable(name)?)))
 }
 
-/// A conf string without its pairs of one key. PyTorch checks `backend` against the allocator in force,
-/// and stops the program at its first use where that is another one.
+/// Returns a conf string without its pairs of one key. It serves to remove `backend`: PyTorch stops
+/// the program if `backend` names another allocator than the one in use.
 #[must_use]
 pub fn without_key(conf: &str, key: &str) -> String {
     let mut kept: Vec<&str> = Vec::new();
@@ -248,7 +246,8 @@ pub fn without_key(conf: &str, key: &str) -> String {
     kept.join(",")
 }
 
-/// The conf strings so far as one, and what they give. The policy is by itself: whoever names one last decides.
+/// The conf strings so far, joined, and their result. The policy is kept apart, because the last
+/// source that names a policy decides.
 #[derive(Debug)]
 struct Gathered {
     conf: String,
@@ -260,7 +259,7 @@ struct Gathered {
 impl Default for Gathered {
     fn default() -> Self {
         let options = Options::DEFAULT;
-        let policy = Policy::of(&options);
+        let policy = options.policy;
         Self { conf: String::new(), options, policy, not_ours: Vec::new() }
     }
 }
@@ -272,7 +271,7 @@ impl Gathered {
         Ok(())
     }
 
-    /// Everything but the policy.
+    /// Reads everything except the policy.
     fn read(&mut self, source_name: &str, conf: &str) -> Result<(), SettingsError> {
         if conf.trim().is_empty() {
             return Ok(());
@@ -285,14 +284,14 @@ impl Gathered {
         Ok(())
     }
 
-    /// The policy that a string which was read asks for, if it does.
+    /// Takes over the policy that a string selects, if it does. The string has been read before.
     fn choose(&mut self, conf: &str) {
-        let asked_for = pairs(conf).ok().and_then(|pairs| policy_asked_for(&pairs, self.policy));
-        self.policy = asked_for.unwrap_or(self.policy);
+        let selected = pairs(conf).ok().and_then(|pairs| selected_policy(&pairs, self.policy));
+        self.policy = selected.unwrap_or(self.policy);
     }
 
     fn add_policy(&mut self, source_name: &str, policy: &str) -> Result<(), SettingsError> {
-        let known = Policy::ALL.into_iter().find(|known| known.name() == policy.trim());
+        let known = Policy::named(policy.trim());
         self.policy = known.ok_or_else(|| refused_value(source_name, policy, POLICY.accepts))?;
         Ok(())
     }
@@ -326,7 +325,7 @@ mod tests {
     }
 
     #[test]
-    fn receipts_and_failures_are_gathered() {
+    fn receipts_and_injected_failures_are_gathered() {
         let variables = [("CUSHION_RECEIPTS", "a.jsonl"), ("CUSHION_INJECT", "every=3")];
         let settings = gather(Asked::default(), &variables).unwrap();
         assert_eq!(settings.receipts.as_deref(), Some("a.jsonl"));
@@ -343,7 +342,13 @@ mod tests {
     }
 
     #[test]
-    fn nothing_given_is_the_default() {
+    fn the_accepted_policies_are_all_policies() {
+        let names: Vec<_> = POLICY.accepts.split('`').skip(1).step_by(2).collect();
+        assert_eq!(names, Policy::ALL.map(Policy::name));
+    }
+
+    #[test]
+    fn without_sources_options_are_the_defaults() {
         let settings = gather(Asked::default(), &[]).unwrap();
         assert_eq!(settings.options, Options::default());
         assert_eq!(Policy::of(&settings.options), Policy::Paged);
@@ -352,7 +357,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_given_later_wins() {
+    fn a_later_source_overrides_an_earlier_one() {
         let conf = |conf: &str| Asked { conf: Some(conf.to_owned()), ..Asked::default() };
         let policy = |policy: &str| Asked { policy: Some(policy.to_owned()), ..Asked::default() };
         let torch = ("PYTORCH_ALLOC_CONF", "expandable_segments:True,max_split_size_mb:64");
@@ -369,13 +374,13 @@ mod tests {
             Asked { policy: Some("segments".to_owned()), ..conf("expandable_segments:True") };
         assert_eq!(policy_of(both, &[variable]), Policy::Segments);
 
-        // Options of different sources stay side by side.
+        // Options of different sources add up.
         let settings = gather(policy("expandable"), &[torch]).unwrap();
         assert_eq!(settings.options.max_split_size, Some(64 * MIB));
     }
 
     #[test]
-    fn not_expandable_is_whatever_it_would_be_otherwise() {
+    fn expandable_segments_false_keeps_other_policies() {
         let not = ("CUSHION_EXPANDABLE_SEGMENTS", "False");
         let torch = |conf| ("PYTORCH_CUDA_ALLOC_CONF", conf);
         assert_eq!(policy_of(Asked::default(), &[not]), Policy::Paged);
@@ -414,13 +419,13 @@ mod tests {
             ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True,backend:native"),
         ];
         let settings = gather(Asked::default(), &variables).unwrap();
-        assert!(settings.options.expandable_segments);
+        assert_eq!(settings.options.policy, Policy::Expandable);
         assert_eq!(settings.options.max_split_size, None);
         assert_eq!(settings.not_ours.len(), 1);
     }
 
     #[test]
-    fn devices_are_simulated_where_a_size_is_given() {
+    fn a_size_simulates_devices() {
         let simulated = |size| gather(Asked::default(), &[("CUSHION_SIMULATE", size)]);
         assert_eq!(simulated("16GiB").unwrap().simulate, Some(16 << 30));
         assert_eq!(simulated(" ").unwrap().simulate, None);
@@ -472,7 +477,7 @@ mod tests {
     }
 
     #[test]
-    fn backend_is_cut_out_of_a_conf_string() {
+    fn backend_is_removed_from_a_conf_string() {
         for (conf, left) in [
             ("backend:native", ""),
             ("max_split_size_mb:64, backend : cudaMallocAsync", "max_split_size_mb:64"),
