@@ -94,7 +94,11 @@ impl Backing {
     // ---- addresses ----
 
     /// Reserves addresses; `None` if there are none.
-    pub(crate) fn reserve(&mut self, driver: &impl Driver, bytes: u64) -> DriverResult<Option<u64>> {
+    pub(crate) fn reserve(
+        &mut self,
+        driver: &impl Driver,
+        bytes: u64,
+    ) -> DriverResult<Option<u64>> {
         unless_full(driver.reserve(bytes))
     }
 

@@ -93,7 +93,7 @@ impl<D: Driver> Shared<D> {
         ladder: Ladder,
         limit: Option<u64>,
     ) -> Self {
-        let counters = Counters::default();
+        let counters = Counters::new(options.max_split_size);
         let lanes = Arc::new(Lanes::default());
         let core = Core {
             heap: Heap::new(Arc::clone(&lanes)),

@@ -54,7 +54,6 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
-
 /// A CUDA stream, by its raw handle. Zero is the default stream.
 #[derive(
     Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default, Serialize, Deserialize,

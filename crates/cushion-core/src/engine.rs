@@ -27,7 +27,6 @@ use crate::core::attempt::Effort;
 use crate::demand::asked::Asked;
 use crate::demand::owner;
 use crate::driver::{Driver, DriverError, DriverResult, StreamId};
-use crate::ledger::change::Change;
 use crate::options::ladder::Ladder;
 use crate::options::{Options, Policy};
 use crate::outcome::error::{AddressError, AllocError};
@@ -94,10 +93,7 @@ impl<D: Driver> Engine<D> {
         device.granularity = device.granularity.max(MIN_BLOCK);
         let limit = limit_of(options.per_process_memory_fraction, device.total);
         let policy = possible(&device, Policy::of(&options));
-        let most = options.max_split_size.unwrap_or(u64::MAX);
         let shared = Shared::new(driver, device, clock, options, policy, ladder, limit);
-        let nothing_yet = Change::OversizeChanged { most, allocations: 0, segments: 0 };
-        shared.locked(|mut core| core.mem.ledger.apply(nothing_yet));
         let (callbacks, receipts) = (Callbacks::default(), Receipts::default());
         Self { shared, desk: Desk { callbacks, receipts, waited, seed } }
     }

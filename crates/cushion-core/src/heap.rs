@@ -16,7 +16,6 @@ pub(crate) mod pool;
 pub(crate) mod segment;
 
 pub(crate) use self::check::Chains;
-pub(crate) use self::cut::{Freed, Taken};
 pub(crate) use self::dirty::{Changed, Dirty};
 pub(crate) use self::lane::{Lane, Notes};
 

@@ -58,12 +58,12 @@ pub use base::looks::LookedAt;
 pub use base::names::{Owner, PoolId, Tag};
 #[doc(hidden)]
 pub use base::random;
+#[doc(hidden)]
+pub use demand::owner::{OwnersHeld, hold_owners};
 pub use demand::owner::{
     Task, Working, budget, current_owner, in_callback, is_in_callback, note_waiting_in_callback,
     priority, set_budget, set_followers, set_priority, set_skipped_rungs, skipped_rungs,
 };
-#[doc(hidden)]
-pub use demand::owner::{OwnersHeld, hold_owners};
 pub use driver::{CheckedDriver, Driver, DriverError, SimClock, SimConfig, SimDriver, StreamId};
 #[doc(hidden)]
 pub use engine::Kept;

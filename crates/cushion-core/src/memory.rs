@@ -14,15 +14,15 @@ pub(crate) use self::detach::Detached;
 pub(crate) use self::request::{Found, GiveBack, Request};
 
 use crate::backing::Backing;
-use crate::base::names::{Owner, Tag};
+use crate::base::looks::Looks;
+use crate::base::names::Tag;
 use crate::driver::{Driver, DriverResult, Properties, StreamId};
 use crate::heap::Heap;
-use crate::heap::block::{BlockId, BlockState, Holder};
+use crate::heap::block::{BlockId, Holder};
 use crate::heap::pool::LaneId;
 use crate::heap::segment::Kind;
 use crate::ledger::Ledger;
 use crate::ledger::change::{Change, Held};
-use crate::base::looks::Looks;
 use crate::options::Options;
 use crate::streams::Streams;
 use crate::streams::proof::{Idle, Mark, Marked, Proof, Work};

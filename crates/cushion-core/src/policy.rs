@@ -13,11 +13,13 @@ mod first_fit;
 mod paged;
 mod segments;
 
+pub(crate) use self::expandable::segment_for;
+
 use std::fmt;
 
+use crate::backing::check::Unclaimed;
 use crate::base::check::Violation;
 use crate::base::names::{PolicyIndex, Tag};
-use crate::backing::check::Unclaimed;
 use crate::driver::{Driver, DriverResult, EventId, Properties};
 use crate::heap::Chains;
 use crate::heap::block::{Block, BlockId};
@@ -104,12 +106,7 @@ pub(crate) trait Rules<D: Driver>: fmt::Debug + Send {
     fn give_back(&self, mem: &Mem<'_, D>, block: &Block) -> GiveBack;
 
     /// Unmaps and releases the pages that lie wholly in a free block of one of its segments, as far as `calls` go.
-    fn unmap(
-        &mut self,
-        mem: &mut Mem<'_, D>,
-        idle: &Idle<'_>,
-        calls: &mut Calls,
-    ) -> Unmapping {
+    fn unmap(&mut self, mem: &mut Mem<'_, D>, idle: &Idle<'_>, calls: &mut Calls) -> Unmapping {
         let what = self.give_back(mem, &mem.heap[idle.block()]);
         mem.unmap_pages(idle, what, calls, |_, _, _| true)
     }
@@ -132,7 +129,12 @@ pub(crate) trait Rules<D: Driver>: fmt::Debug + Send {
     }
 
     /// Detaches pages that have not been needed for a while.
-    fn trim(&mut self, _mem: &mut Mem<'_, D>, _now: std::time::Duration, _may_take: bool) -> DriverResult<()> {
+    fn trim(
+        &mut self,
+        _mem: &mut Mem<'_, D>,
+        _now: std::time::Duration,
+        _may_take: bool,
+    ) -> DriverResult<()> {
         Ok(())
     }
 

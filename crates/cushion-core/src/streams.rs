@@ -24,7 +24,7 @@ use crate::base::names::{Moment, Moments};
 use crate::driver::{EventId, NodeId, StreamId};
 use crate::heap::block::BlockId;
 
-pub(crate) use self::events::{AT_ONCE, Awaited};
+pub(crate) use self::events::AT_ONCE;
 
 /// What is known of work on streams.
 #[derive(Debug, Default)]

@@ -65,8 +65,7 @@ impl Unclaimed<'_> {
                 return Err(Violation(format!("no page at {at:#x} of {start:#x}..{end:#x}")));
             };
             ensure!(
-                page_size.is_none_or(|size| size == bytes)
-                    && !self.backing.pages.is_refused(first),
+                page_size.is_none_or(|size| size == bytes) && !self.backing.pages.is_refused(first),
                 "a page of {bytes} bytes at {first:#x} behind {start:#x}..{end:#x}"
             );
             self.mappings.remove(&first);

@@ -46,4 +46,3 @@ pub fn display(bytes: u64) -> String {
         format!("{:.2} GiB", of(GIB))
     }
 }
-

@@ -37,11 +37,7 @@ impl<D: Driver> Locked<'_, D> {
     }
 
     /// Behind every mapped block of a paged segment lie pages, whole and without gaps; behind unmapped ones nothing.
-    fn check_pages(
-        &self,
-        chains: &Chains,
-        unclaimed: &mut Unclaimed<'_>,
-    ) -> Result<(), Violation> {
+    fn check_pages(&self, chains: &Chains, unclaimed: &mut Unclaimed<'_>) -> Result<(), Violation> {
         for (id, segment) in self.mem.heap.segments() {
             let page_size = match segment.kind {
                 Kind::Pages { page_size } => Some(page_size),

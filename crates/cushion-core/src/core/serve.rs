@@ -177,16 +177,11 @@ impl<D: Driver> Locked<'_, D> {
     }
 
     /// Cuts what was found to size, if the policy splits it, and hands it out.
-    pub(crate) fn hand_out(
-        &mut self,
-        found: Found,
-        policy: PolicyIndex,
-        request: &Request,
-    ) -> u64 {
+    pub(crate) fn hand_out(&mut self, found: Found, policy: PolicyIndex, request: &Request) -> u64 {
         let rules = self.policies.rules_mut(policy);
         let id = rules.prepare(&mut self.mem, found, request);
-        let splits = self.mem.heap[id].size > request.size
-            && rules.splits(&self.mem, id, request.size);
+        let splits =
+            self.mem.heap[id].size > request.size && rules.splits(&self.mem, id, request.size);
         self.mem.take(id, splits, request)
     }
 

@@ -27,16 +27,7 @@ impl Asked {
     pub(crate) fn by_thread(bytes: u64, stream: StreamId, tag: Tag) -> Self {
         let owner = owner::current();
         let in_callback = owner::is_in_callback();
-        Self {
-            bytes,
-            stream,
-            tag,
-            owner,
-            blocks: true,
-            ahead: false,
-            of_maker: None,
-            in_callback,
-        }
+        Self { bytes, stream, tag, owner, blocks: true, ahead: false, of_maker: None, in_callback }
     }
 
     /// A request of a future that this thread makes.

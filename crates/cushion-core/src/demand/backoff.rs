@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
-use crate::options::Options;
 use crate::base::random::Random;
+use crate::options::Options;
 
 /// The pauses of one request.
 #[derive(Debug, Clone)]

@@ -425,8 +425,8 @@ impl Queue {
             }
         }
         let most = held.saturating_add(supply.by_itself);
-        let is_enough = most >= supply.needed
-            || most >= request.size && may_leave_room(heap, request, &givers);
+        let is_enough =
+            most >= supply.needed || most >= request.size && may_leave_room(heap, request, &givers);
         let to_try = |waiter: &Waiter| waiter.tried != Some(self.changes);
         Sources {
             events: supply.work && is_enough,

@@ -7,7 +7,7 @@
 //! measured (reserving addresses, waiting) cost nothing here: they are counted, not priced.
 
 use super::Call;
-use crate::size::{GIB, MIB};
+use crate::base::size::{GIB, MIB};
 
 /// The sizes at which the size-dependent calls were measured.
 const SIZES: [u64; 4] = [2 * MIB, 20 * MIB, 200 * MIB, 2 * GIB];

@@ -16,7 +16,7 @@ use super::{
     Call, Capture, Driver, DriverError, DriverResult, EventId, Fault, MemoryInfo, NodeId,
     PageHandle, Properties, StreamId, price,
 };
-use crate::size::{MIB, round_up};
+use crate::base::size::{MIB, round_up};
 
 /// The simulator's own addresses start here, above every address a real driver hands out, so that
 /// they never meet recorded ones,

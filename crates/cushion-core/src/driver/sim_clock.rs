@@ -5,7 +5,7 @@ use std::task::Waker;
 use std::time::Duration;
 
 use super::SimDriver;
-use crate::clock::{Bell, Clock, VirtualClock};
+use crate::base::clock::{Bell, Clock, VirtualClock};
 
 /// A virtual clock on which every wait finishes the piece of work that was queued first. How long work takes is
 /// not known to it.

@@ -69,7 +69,8 @@ impl<D: Driver> Engine<D> {
         let segment = heap.segment_of(first);
         if matches!(segment.kind, Kind::Stitch(_)) {
             // Pages may have left the stitch, but for those behind the allocation.
-            let around = |at| core.backing.page_around(at).filter(|&(at, ..)| at >= segment.address);
+            let around =
+                |at| core.backing.page_around(at).filter(|&(at, ..)| at >= segment.address);
             let (mut start, mut end) = (address, address);
             while let Some((before, ..)) = start.checked_sub(1).and_then(around) {
                 start = before;

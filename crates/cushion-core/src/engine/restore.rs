@@ -243,7 +243,8 @@ impl<D: Driver> Locked<'_, D> {
                 let fewer = self.mem.addresses_as_pytorch(request, bytes, page_size);
                 let bytes = range.reach.max(fewer).min(bytes).next_multiple_of(page_size);
                 let page_size = if range.finely { self.mem.device.granularity } else { page_size };
-                let (kind, policy) = (Kind::Pages { page_size }, PolicyIndex::from(Policy::Expandable));
+                let (kind, policy) =
+                    (Kind::Pages { page_size }, PolicyIndex::from(Policy::Expandable));
                 let made = self.mem.reserve_segment(bytes, kind, request, policy)?;
                 let Some(made) = made else { return Ok(None) };
                 self.mem.heap[made].address

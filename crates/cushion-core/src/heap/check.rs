@@ -95,8 +95,7 @@ impl Heap {
         }
         ensure!(held.is_empty(), "{held:?} in no lane");
         for (index, pool) in self.pools.iter() {
-            let (segments, counted) =
-                (pool.segments(), by_pool.get(&index).copied().unwrap_or(0));
+            let (segments, counted) = (pool.segments(), by_pool.get(&index).copied().unwrap_or(0));
             ensure!(segments == counted, "pool {}: {segments} segments, not {counted}", pool.id);
         }
         Ok(())

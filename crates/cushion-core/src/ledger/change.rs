@@ -48,7 +48,12 @@ pub(crate) enum Ending {
     /// The driver failed, or the caller gave the request up.
     Broken,
     /// The request was for `bytes` bytes, on a device that reported `free` free bytes.
-    Refused { free: u64, bytes: u64, place: Place, tag: Tag },
+    Refused {
+        free: u64,
+        bytes: u64,
+        place: Place,
+        tag: Tag,
+    },
 }
 
 /// One change of what is held, or of what happened to requests.
@@ -168,12 +173,8 @@ impl Ledger<'_> {
             Change::EventsAwaited => counters.num_sync_all_streams.add(1),
             Change::ShortageEnded(ending, took) => self.shortage_ended(ending, took),
             Change::SnapshotTaken { active } => {
-                let place = Place {
-                    pool: PoolId::DEFAULT,
-                    small: false,
-                    stream: StreamId(0),
-                    host: false,
-                };
+                let place =
+                    Place { pool: PoolId::DEFAULT, small: false, stream: StreamId(0), host: false };
                 self.record(
                     Action::Snapshot,
                     &Span { address: 0, bytes: active, place },
@@ -276,7 +277,8 @@ impl Ledger<'_> {
 
     fn pages_held(&mut self, before: [u64; 3], now: [u64; 3]) {
         let counters = self.counters;
-        let change = |at: usize| (now[at].saturating_sub(before[at]), before[at].saturating_sub(now[at]));
+        let change =
+            |at: usize| (now[at].saturating_sub(before[at]), before[at].saturating_sub(now[at]));
         for (at, small) in [(0, false), (1, true)] {
             match change(at) {
                 (0, 0) => {}

@@ -131,4 +131,3 @@ impl Lanes {
         self.all().iter().map(|stats| stats.read()).collect()
     }
 }
-

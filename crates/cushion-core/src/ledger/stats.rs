@@ -403,6 +403,13 @@ counters! {
 }
 
 impl Counters {
+    /// Counters of an engine that splits blocks up to a size, if there is such a limit.
+    pub(crate) fn new(max_split_size: Option<u64>) -> Self {
+        let counters = Self::default();
+        counters.max_split_size.set(max_split_size.unwrap_or(u64::MAX));
+        counters
+    }
+
     /// Bytes live or pending, and reserved.
     pub(crate) fn active_and_reserved(&self) -> (u64, u64) {
         (self.active_bytes.current(), self.reserved_bytes.current())

@@ -89,12 +89,7 @@ impl<D: Driver> Mem<'_, D> {
     }
 
     /// Puts pages of these sizes behind an unmapped block, from its beginning on; false if memory ran out.
-    pub(crate) fn map_pages(
-        &mut self,
-        id: BlockId,
-        sizes: &[u64],
-        tag: Tag,
-    ) -> DriverResult<bool> {
+    pub(crate) fn map_pages(&mut self, id: BlockId, sizes: &[u64], tag: Tag) -> DriverResult<bool> {
         let block = &self.heap[id];
         let (address, place) = (block.address, self.heap.place(block.lane));
         let use_ = PageUse::of(place.small);
@@ -112,8 +107,7 @@ impl<D: Driver> Mem<'_, D> {
     /// Gives back the addresses of a segment with no page in it. On failure they stay.
     pub(crate) fn unreserve(&mut self, id: BlockId) -> DriverResult<()> {
         let block = &self.heap[id];
-        let given_back =
-            self.backing.unreserve_of_lane(self.driver, block.address, block.size);
+        let given_back = self.backing.unreserve_of_lane(self.driver, block.address, block.size);
         self.count_pages();
         given_back?;
         self.heap.remove_segment(id);

@@ -44,7 +44,10 @@ pub(crate) enum GiveBack {
     /// Its whole plain segment.
     Segment,
     /// The pages of `start..end`.
-    Pages { start: u64, end: u64 },
+    Pages {
+        start: u64,
+        end: u64,
+    },
 }
 
 impl GiveBack {

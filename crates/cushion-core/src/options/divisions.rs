@@ -2,7 +2,7 @@
 
 use super::Options;
 use super::values::{power_of_two, whole};
-use crate::size::MIB;
+use crate::base::size::MIB;
 
 /// The number of intervals.
 const INTERVALS: usize = 16;
@@ -89,8 +89,8 @@ pub(super) fn text(divisions: &Divisions) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::base::size::GIB;
     use crate::options::tests::{parse, refused};
-    use crate::size::GIB;
 
     fn slots(value: &str) -> Divisions {
         parse(&format!("roundup_power2_divisions:{value}")).roundup_power2_divisions

@@ -8,9 +8,9 @@ use std::fmt;
 use std::sync::{Mutex, PoisonError};
 
 use crate::base::bytes::parse_bytes;
+use crate::base::random::Random;
 use crate::driver::{Call, Fault};
 use crate::options::ladder::Rung;
-use crate::base::random::Random;
 
 /// What fails.
 ///

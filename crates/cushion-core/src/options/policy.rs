@@ -36,6 +36,12 @@ impl Policy {
         }
     }
 
+    /// Returns whether memory comes in pages, some of which may be mapped already, and not in whole segments.
+    #[must_use]
+    pub const fn uses_pages(self) -> bool {
+        !matches!(self, Self::Segments)
+    }
+
     /// Returns the policy that `options` select.
     #[must_use]
     pub fn of(options: &Options) -> Self {

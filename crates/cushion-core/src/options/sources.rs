@@ -9,8 +9,8 @@ use thiserror::Error;
 use super::conf::pairs;
 use super::policy::{Policy, selected_policy};
 use super::{NotOurs, Options, OptionsError, REGISTRY};
-use crate::bytes::parse_bytes;
-use crate::inject::{Injection, InjectionError};
+use crate::base::bytes::parse_bytes;
+use crate::options::inject::{Injection, InjectionError};
 
 /// The variables that PyTorch reads, in its order. It reads only the first one that is set.
 pub const TORCH_VARIABLES: [&str; 3] =
@@ -312,7 +312,7 @@ fn refused_value(source_name: &str, value: &str, accepts: &'static str) -> Setti
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::size::MIB;
+    use crate::base::size::MIB;
 
     fn gather(asked: Asked, variables: &[(&str, &str)]) -> Result<Settings, SettingsError> {
         Settings::gather(&asked, |name| {

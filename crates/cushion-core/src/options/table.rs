@@ -12,8 +12,8 @@ use super::values::{
     boolean, boolean_text, bytes, in_range, mib, mib_of_large_segment, mib_text, number,
     number_text, rungs, rungs_text, whole,
 };
-use crate::ladder::RungSet;
-use crate::size::MIB;
+use crate::base::size::MIB;
+use crate::options::ladder::RungSet;
 
 options! {
     /// The options of one allocator, as parsed. Sizes are in bytes.

@@ -1,9 +1,9 @@
 //! Tests of the options as a whole: each option, strings that combine them, and the tables.
 
 use super::*;
-use crate::ladder::Rung;
-use crate::random::Random;
-use crate::size::MIB;
+use crate::base::random::Random;
+use crate::base::size::MIB;
+use crate::options::ladder::Rung;
 
 pub(super) fn parse(conf: &str) -> Options {
     let parsed = Options::parse(conf).unwrap();

@@ -2,8 +2,8 @@
 
 use std::ops::RangeBounds;
 
-use crate::ladder::{Rung, RungSet};
-use crate::size::MIB;
+use crate::base::size::MIB;
+use crate::options::ladder::{Rung, RungSet};
 
 /// Reads a whole number: digits only, without the sign that `u64::from_str` accepts.
 pub(super) fn whole(text: &str) -> Result<u64, String> {

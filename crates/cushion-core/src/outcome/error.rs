@@ -132,7 +132,7 @@ impl Shortage {
         let stuck = if self.recording { Some(self.reserved) } else { self.stuck };
         stuck.map_or(0, |stuck| {
             let in_one = self.room().saturating_add(self.reserved.saturating_sub(stuck));
-            let needed = self.policy.rules().needed(self.size, self.wanted);
+            let needed = if self.policy.uses_pages() { self.size } else { self.wanted };
             needed.saturating_sub(in_one)
         })
     }

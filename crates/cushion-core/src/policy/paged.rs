@@ -265,7 +265,11 @@ impl PagedLane {
     }
 
     /// Lets `f` change the notes about a lane; `None` if there are none.
-    fn change<T>(heap: &mut Heap, at: LaneId, f: impl FnOnce(&mut Self, &mut Heap) -> T) -> Option<T> {
+    fn change<T>(
+        heap: &mut Heap,
+        at: LaneId,
+        f: impl FnOnce(&mut Self, &mut Heap) -> T,
+    ) -> Option<T> {
         let mut notes = heap.take_notes(at)?;
         let changed = notes.downcast_mut().map(|notes| f(notes, heap));
         heap.put_notes(at, notes);

@@ -88,7 +88,8 @@ impl<D: Driver> Locked<'_, D> {
     /// The lanes of other streams that have memory for the request.
     fn lending_lanes(&self, request: &Request) -> Vec<LaneId> {
         let lanes = self.mem.heap.lanes().map(|(lane, _)| lane);
-        let is_default = |lane: &LaneId| lane.pool == PoolTable::SMALL || lane.pool == PoolTable::LARGE;
+        let is_default =
+            |lane: &LaneId| lane.pool == PoolTable::SMALL || lane.pool == PoolTable::LARGE;
         let others = lanes.filter(|lane| is_default(lane) && lane.stream != request.lane.stream);
         others.filter(|&lane| self.lendable(lane, request, Borrow::Cut).is_some()).collect()
     }

@@ -242,7 +242,8 @@ mod tests {
     use crate::base::size::MIB;
     use crate::core::{Locked, Shared};
     use crate::driver::{Driver, SimConfig, SimDriver, StreamId};
-    use crate::heap::pool::PoolTable;
+    use crate::heap::block::BlockId;
+    use crate::heap::pool::{PoolIndex, PoolTable};
     use crate::memory::Detached;
     use crate::options::ladder::Ladder;
     use crate::options::{Options, Policy};
@@ -274,10 +275,10 @@ mod tests {
         let (of_graph, of_default) = gpu.locked(|core| {
             let heap = &core.mem.heap;
             let large = heap.pools().half(pool, false).unwrap();
-            let free = |half| heap[half].free_blocks().next().unwrap();
+            let free = |half: PoolIndex| heap[half].free_blocks().next().unwrap();
             (free(large), free(PoolTable::LARGE))
         });
-        let detach = |blocks| gpu.locked(|mut core| core.detach_segments(blocks));
+        let detach = |blocks: &[BlockId]| gpu.locked(|mut core| core.detach_segments(blocks));
         let addresses = |detached: &[Detached]| -> Vec<u64> {
             detached.iter().map(Detached::address).collect()
         };

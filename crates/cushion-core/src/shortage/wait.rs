@@ -20,10 +20,7 @@ impl<D: Driver> Climber<'_, D> {
     /// Completes frees of memory that a stream used which may be gone: nothing less than the device can be waited for.
     pub(super) fn finish_awaiting_device(self, climb: &Climb) -> DriverResult<()> {
         if self.shared.locked(|core| core.mem.streams.awaits_device())
-            && self
-                .outside_capture(climb, || self.shared.wait_for_device())
-                .transpose()?
-                .is_some()
+            && self.outside_capture(climb, || self.shared.wait_for_device()).transpose()?.is_some()
         {
             // Other requests may wait for just these.
             self.shared.wake();
@@ -146,8 +143,8 @@ impl<D: Driver> Locked<'_, D> {
         let request = self.request_of(climb);
         let mut sources = self.sources(climb, &request, look);
         // A task that gave way is let in when its time is up, rather than refused.
-        let held_back = !left.is_zero()
-            && self.demand.queue.is_held_back(self.mem.heap, climb.asker.owner);
+        let held_back =
+            !left.is_zero() && self.demand.queue.is_held_back(self.mem.heap, climb.asker.owner);
         self.demand.queue.hold_back(ticket, held_back);
         sources.turn |= held_back;
         let urged = self.demand.queue.is_urged(ticket);
@@ -256,11 +253,7 @@ impl<D: Driver> Locked<'_, D> {
     }
 
     /// Borrows a whole block, unless that rung is switched off, or borrowed memory would not help.
-    fn borrow_if_allowed(
-        &mut self,
-        climb: &Climb,
-        request: &Request,
-    ) -> DriverResult<Option<u64>> {
+    fn borrow_if_allowed(&mut self, climb: &Climb, request: &Request) -> DriverResult<Option<u64>> {
         if climb.asked.ahead || climb.options.skip_rungs.contains(Rung::Borrow) {
             return Ok(None);
         }

@@ -23,10 +23,7 @@ impl Streams {
         for (id, block) in heap.blocks().filter(|(_, it)| it.state == BlockState::Pending) {
             pending += 1;
             let events = waiting.get(&id).copied();
-            ensure!(
-                events == Some(block.users.events),
-                "{block:?} waits for {events:?} events"
-            );
+            ensure!(events == Some(block.users.events), "{block:?} waits for {events:?} events");
         }
         ensure!(pending == waiting.len(), "an event of no pending block");
         Ok(())

@@ -93,13 +93,7 @@ impl Streams {
         }
     }
 
-    fn note_use(
-        &mut self,
-        heap: &mut Heap,
-        driver: &impl Driver,
-        id: BlockId,
-        stream: StreamId,
-    ) {
+    fn note_use(&mut self, heap: &mut Heap, driver: &impl Driver, id: BlockId, stream: StreamId) {
         // PyTorch takes every use while allocations go to a private pool for one in a capture. In a pool of the user's own
         // it is not, and the work would not be waited for: ask the driver. A driver that does not say costs a wait too
         // many at worst.
@@ -131,8 +125,7 @@ impl Streams {
         reuse: bool,
     ) -> DriverResult<()> {
         if self.is_recording() {
-            let markers =
-                if reuse { self.free_markers(heap, driver, id) } else { Ok(Vec::new()) };
+            let markers = if reuse { self.free_markers(heap, driver, id) } else { Ok(Vec::new()) };
             let (markers, result) = match markers {
                 Ok(markers) => (markers, Ok(())),
                 Err(error) => (Vec::new(), Err(error)),

@@ -234,11 +234,7 @@ impl Streams {
     }
 
     /// Whether marked work is done by now; and whether the driver failed to tell. Never waits.
-    pub(crate) fn poll(
-        &mut self,
-        driver: &impl Driver,
-        mark: Mark,
-    ) -> (Marked, DriverResult<()>) {
+    pub(crate) fn poll(&mut self, driver: &impl Driver, mark: Mark) -> (Marked, DriverResult<()>) {
         // The handle of a stream that may be destroyed is not used; the event exists in any case.
         if self.lasts(mark.stream) && !is_uncaptured(driver, mark.stream) {
             return (Marked::UnderWay(mark), Ok(()));

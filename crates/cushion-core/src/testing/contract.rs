@@ -4,8 +4,8 @@
 //! and allows that a driver rounds sizes and that other tenants move a little memory meanwhile. Each
 //! check gives back all it took, unless it panics.
 
+use crate::base::size::{GIB, MIB, MIN_BLOCK};
 use crate::driver::{Driver, DriverResult, Fault, PageHandle, StreamId};
-use crate::size::{GIB, MIB, MIN_BLOCK};
 
 /// How much the checks hold at most: the device needs this much free.
 pub const NEEDED: u64 = 256 * MIB;

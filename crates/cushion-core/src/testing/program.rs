@@ -4,7 +4,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use super::action::{Flavour, Reader};
 use super::{Action, Futures, World};
-use crate::random::Random;
+use crate::base::random::Random;
 use crate::{Ladder, Policy};
 
 /// How many actions a program has at most.

@@ -11,7 +11,7 @@ use std::thread;
 
 use super::gpu::Gpu;
 use super::{CAPACITY, RealClock};
-use crate::random::Random;
+use crate::base::random::Random;
 use crate::{
     AddressError, AllocError, Engine, EngineConfig, LastingStreams, Policy, PoolId, SimConfig,
     SimDriver, StreamId, Tag,

@@ -14,8 +14,8 @@ use std::time::Duration;
 use self::streams::Streams;
 use super::gpu::Gpu;
 use super::{Action, CAPACITY, Setup};
+use crate::base::random::Random;
 use crate::driver::{Bytes, Call, FailWhen, Fault};
-use crate::random::Random;
 use crate::{
     AddressError, AllocError, Clock, Engine, EngineConfig, Ladder, LastingStreams, Policy,
     PoolError, PoolId, SimClock, SimConfig, SimDriver, StreamId, Tag,

@@ -4,11 +4,11 @@
 //! microseconds, a new stitch as much for each page in it, and a byte more than was ever live costs a byte.
 
 use super::Paged;
+use super::PagedLane;
 use super::plan::{free_memory, free_memory_as_seen};
 use super::room::{Room, room_at_home};
 use super::sizes::PageSizes;
 use super::stitch::StitchedPage;
-use super::PagedLane;
 use crate::base::names::{PolicyIndex, Tag};
 use crate::base::size::{MIB, round_up};
 use crate::driver::{Driver, DriverResult};
@@ -265,8 +265,7 @@ impl Paged {
         let Some(bytes) = bytes.filter(|&bytes| bytes <= mem.may_grow_by()) else {
             return Ok(None);
         };
-        let has_room =
-            |&id: &BlockId| mem.kind_of(id) == Kind::Homes && mem.heap[id].size >= bytes;
+        let has_room = |&id: &BlockId| mem.kind_of(id) == Kind::Homes && mem.heap[id].size >= bytes;
         let lane = mem.heap.lane(request.lane);
         let there = lane.and_then(|lane| lane.unmapped().map(|(_, id)| id).find(has_room));
         let made = match there {

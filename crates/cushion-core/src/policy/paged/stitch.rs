@@ -280,7 +280,12 @@ impl Stitches {
     }
 
     /// Takes a page out of a stitch; returns the address that it has there, and whether it was the last one.
-    pub(super) fn remove_page(&mut self, id: StitchId, page: PageHandle, offset: u64) -> (u64, bool) {
+    pub(super) fn remove_page(
+        &mut self,
+        id: StitchId,
+        page: PageHandle,
+        offset: u64,
+    ) -> (u64, bool) {
         let stitch = &mut self.table[id];
         let index = stitch.pages.partition_point(|page| page.offset < offset);
         let removed = stitch.pages.remove(index);
