@@ -113,7 +113,7 @@ class Run(Case):
         self.assert_prints([f"{receipts} nth=5"], "--receipts", "a.jsonl", "--inject", "nth=5", str(other))
         done = self.cushion_run("--inject", "soon", str(other))
         self.assertEqual(done.returncode, 2)
-        self.assertIn("`soon` is no rule for injected failures", done.stderr)
+        self.assertIn("`soon` is not a rule for injected failures", done.stderr)
 
     # ---- what happens in the program ----
 

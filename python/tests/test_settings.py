@@ -94,7 +94,7 @@ class Variables(unittest.TestCase):
         self.assertEqual((settings.receipts, settings.inject), ("a.jsonl", "every=9"))
         settings = gather({"CUSHION_RECEIPTS": "a", "CUSHION_INJECT": "every=9"}, receipts="b", inject="")
         self.assertEqual((settings.receipts, settings.inject), ("b", None))
-        with self.assertRaisesRegex(ValueError, "^inject: `x` is no rule"):
+        with self.assertRaisesRegex(ValueError, "^inject: `x` is not a rule"):
             gather(inject="x")
 
     def test_pytorch_s_own(self) -> None:

@@ -210,7 +210,7 @@ class Injected(Simulated):
         self.refused(MIB)
         self.cushion.inject(None)
         self.engine.allocate(10 * MIB)
-        with self.assertRaisesRegex(ValueError, "`soon` is no rule for injected failures"):
+        with self.assertRaisesRegex(ValueError, "`soon` is not a rule for injected failures"):
             self.cushion.inject("soon")
 
     @support.process(CUSHION_INJECT="nth=1")
@@ -227,7 +227,7 @@ class Injected(Simulated):
 
     @support.process(CUSHION_INJECT="sometimes")
     def test_a_bad_variable(self) -> None:
-        with self.assertRaisesRegex(RuntimeError, "CUSHION_INJECT: `sometimes` is no rule"):
+        with self.assertRaisesRegex(RuntimeError, "CUSHION_INJECT: `sometimes` is not a rule"):
             self.engine.allocate(MIB)
         with self.assertRaisesRegex(ValueError, "CUSHION_INJECT"):
             self.cushion.install()

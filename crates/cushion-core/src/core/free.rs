@@ -10,7 +10,7 @@ impl<D: Driver> Locked<'_, D> {
     /// Takes a block back from its owner. It is free at once, or when all streams that used it are done with it.
     pub(crate) fn free(&mut self, address: u64, by: Owner, tag: Tag) -> Result<(), AddressError> {
         let unknown = AddressError::Unknown { address };
-        let id = self.mem.end_life(address, tag).ok_or(unknown)?;
+        let id = self.mem.begin_free(address, tag).ok_or(unknown)?;
         let block = &self.mem.heap[id];
         let owner = block.holder.owner;
         if owner != by {

@@ -7,7 +7,7 @@ use super::attempt::{Attempt, Effort};
 use crate::base::names::{Owner, PolicyIndex, PoolId, Tag};
 use crate::demand::asked::Asked;
 use crate::demand::owner::Wishes;
-use crate::demand::queue::Asker;
+use crate::demand::queue::Queued;
 use crate::driver::{Driver, DriverResult, StreamId};
 use crate::heap::pool::LaneId;
 use crate::ledger::change::Change;
@@ -103,8 +103,8 @@ impl<D: Driver> Locked<'_, D> {
             return false;
         }
         let (priority, blocks) = (wishes.priority, asked.blocks);
-        let asker = Asker { ticket: u64::MAX, owner, priority, blocks, lane };
-        !self.demand.queue.may_try(self.mem.heap, &asker)
+        let queued = Queued { ticket: u64::MAX, owner, priority, blocks, lane };
+        !self.demand.queue.may_try(self.mem.heap, &queued)
     }
 
     /// Whether a request with these wishes may wait at all.

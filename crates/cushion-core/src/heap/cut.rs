@@ -1,4 +1,4 @@
-//! Cutting blocks, merging them with their neighbours, and moving them between the states that a block can be in.
+//! Cutting and merging blocks, and changing their state.
 
 use std::ops::Range;
 
@@ -24,7 +24,7 @@ pub(crate) struct Freed {
 impl Heap {
     // ---- handing out and freeing ----
 
-    /// Hands out a free block: its first `size` bytes if it is to be split, else all of it.
+    /// Hands out a free block: its first `size` bytes if `splits`, else all of it.
     pub(crate) fn take(&mut self, id: BlockId, size: u64, splits: bool, holder: Holder) -> Taken {
         let block = &self.blocks[id];
         let (lane, address, whole) = (block.lane, block.address, block.size);
@@ -63,14 +63,14 @@ impl Heap {
         Taken { held: self.held(id), splits: change }
     }
 
-    /// Takes a block back from its owner: it is pending. `None` if no live block begins at the address.
-    pub(crate) fn end_life(&mut self, address: u64) -> Option<BlockId> {
+    /// Makes the live block at an address pending. Returns `None` if no live block begins there.
+    pub(crate) fn begin_free(&mut self, address: u64) -> Option<BlockId> {
         let id = self.live.remove(&address)?;
         self.blocks[id].state = BlockState::Pending;
         Some(id)
     }
 
-    /// A pending block is free, and merges with its neighbours.
+    /// Makes a pending block free, and merges it with its neighbours.
     pub(crate) fn complete_free(&mut self, id: BlockId, freed: Moment) -> Freed {
         let held = self.held(id);
         let block = &mut self.blocks[id];
@@ -89,7 +89,8 @@ impl Heap {
         Freed { held, splits }
     }
 
-    /// A pending block of a stitch is free: it becomes a shadow, with all other addresses of its segment.
+    /// Completes the free of a block of a stitch: it becomes a shadow, together with all other
+    /// addresses of its segment.
     pub(crate) fn complete_free_of_stitch(&mut self, id: BlockId, freed: Moment) -> Freed {
         let held = self.held(id);
         self.blocks[id].freed = freed;
@@ -101,7 +102,7 @@ impl Heap {
         Freed { held, splits: Splits::default() }
     }
 
-    /// A pending block of host memory is free: nobody gets it again.
+    /// Completes the free of a block in host memory, which is never reused.
     pub(crate) fn complete_free_on_host(&mut self, id: BlockId) -> Freed {
         let held = self.held(id);
         self.deactivate(&held, id);
@@ -115,7 +116,8 @@ impl Heap {
 
     // ---- cutting ----
 
-    /// Takes `start..end` of a free block, which keeps the block's identity, out of its lane. The rest stays free.
+    /// Takes `start..end` of a free block out of its lane. These bytes keep the block's id; the
+    /// rest stays free.
     pub(crate) fn cut_free(&mut self, id: BlockId, start: u64, end: u64) {
         let Self { blocks, pools, .. } = self;
         let block = &blocks[id];
@@ -131,13 +133,13 @@ impl Heap {
         }
     }
 
-    /// Cuts a free block to `start..end`, which stays free; so does the rest.
+    /// Cuts a free block at `start` and `end`. All parts stay free.
     pub(crate) fn cut_within_lane(&mut self, id: BlockId, start: u64, end: u64) {
         self.cut_free(id, start, end);
         self.insert_free(id);
     }
 
-    /// Takes `start..end` of a free block out of its lane: those bytes are in use through a stitch.
+    /// Takes `start..end` of a free block out of its lane, for use through a stitch.
     pub(crate) fn lend(&mut self, id: BlockId, start: u64, end: u64) {
         self.cut_free(id, start, end);
         self.blocks[id].state = BlockState::Lent;
@@ -150,13 +152,13 @@ impl Heap {
         self.insert_free(id);
     }
 
-    /// Takes `start..end` of a free block out of its lane: those bytes are on their way back to the driver.
+    /// Takes `start..end` of a free block out of its lane, to give it back to the driver.
     pub(crate) fn detach(&mut self, id: BlockId, start: u64, end: u64) {
         self.cut_free(id, start, end);
         self.blocks[id].state = BlockState::Detached;
     }
 
-    /// Takes a whole free block out of its lane: it is on its way back to the driver.
+    /// Takes a whole free block out of its lane, to give it back to the driver.
     pub(crate) fn detach_whole(&mut self, id: BlockId) {
         let block = &mut self.blocks[id];
         debug_assert!(block.is_free() && !block.is_split());
@@ -165,7 +167,7 @@ impl Heap {
         self.lane_mut(lane).remove_free(size, address);
     }
 
-    /// A detached block is a free block of its lane again, and does not merge yet.
+    /// Returns a detached block to its lane as a free block, without merging it.
     pub(crate) fn attach(&mut self, id: BlockId) {
         debug_assert_eq!(self.blocks[id].state, BlockState::Detached);
         self.insert_free(id);
@@ -181,7 +183,7 @@ impl Heap {
 
     // ---- mapping ----
 
-    /// Pages were mapped behind the first `bytes` bytes of an unmapped block: they are free, and merge.
+    /// Marks the first `bytes` bytes of an unmapped block as mapped: they become free, and merge.
     pub(crate) fn mark_mapped(&mut self, id: BlockId, bytes: u64) {
         let Self { blocks, pools, .. } = self;
         let block = &blocks[id];
@@ -197,8 +199,7 @@ impl Heap {
         self.merge_free(id);
     }
 
-    /// The pages behind `start..end` of a free block are gone: that is an unmapped block, which keeps the block's
-    /// identity.
+    /// Marks `start..end` of a free block as unmapped. These bytes keep the block's id.
     pub(crate) fn mark_unmapped(&mut self, id: BlockId, start: u64, end: u64) {
         self.cut_free(id, start, end);
         self.blocks[id].state = BlockState::Unmapped;
@@ -210,7 +211,7 @@ impl Heap {
         self.lane_mut(lane).insert_unmapped(address, id);
     }
 
-    /// Cuts an unmapped block in two at `address`; it keeps the part from there on.
+    /// Cuts an unmapped block in two at `address`. The part from `address` on keeps its id.
     pub(crate) fn split_unmapped(&mut self, id: BlockId, address: u64) {
         let (lane, low) = (self.blocks[id].lane, self.blocks[id].address);
         if address > low {
@@ -224,8 +225,8 @@ impl Heap {
 
     // ---- merging ----
 
-    /// A block that is in no index becomes free and merges with its neighbours. Returns how many merged, and their
-    /// bytes.
+    /// Makes a block that is in no index free, and merges it with its neighbours. Returns how many
+    /// neighbours merged, and their bytes.
     pub(crate) fn merge_free(&mut self, id: BlockId) -> (i64, u64) {
         let block = &self.blocks[id];
         let freed = block.address..block.end();
@@ -239,8 +240,8 @@ impl Heap {
         merged
     }
 
-    /// Merges the neighbour into `into`, if the neighbour is in `state`; returns its bytes. `into` is in no index at
-    /// that moment.
+    /// Merges the neighbour into `into`, if the neighbour is in `state`; returns its bytes. `into`
+    /// must be in no index.
     fn try_merge(&mut self, into: BlockId, neighbour: BlockId, state: BlockState) -> Option<u64> {
         let other = &self.blocks[neighbour];
         if other.state != state {
@@ -257,14 +258,14 @@ impl Heap {
         Some(size)
     }
 
-    /// Puts a block into the free index of its lane.
+    /// Adds a block to the free index of its lane.
     pub(super) fn insert_free(&mut self, id: BlockId) {
         let block = &self.blocks[id];
         self.put_free(id, block.address..block.end());
     }
 
-    /// Puts a block, of which only `freed` was not free before, into the free index of its lane.
-    #[expect(clippy::inline_always, reason = "one call in a free fewer")]
+    /// Adds a block, of which only `freed` was not free before, to the free index of its lane.
+    #[expect(clippy::inline_always, reason = "saves a call in every free")]
     #[inline(always)]
     fn put_free(&mut self, id: BlockId, freed: Range<u64>) {
         let Self { blocks, pools, .. } = self;
