@@ -1,4 +1,4 @@
-//! Freeing: from the owner's free to the block that serves the next request.
+//! Freeing, from the owner's call until the block can serve another request.
 
 use super::Locked;
 use crate::base::names::{Owner, Tag};
@@ -7,7 +7,8 @@ use crate::heap::block::BlockId;
 use crate::outcome::error::AddressError;
 
 impl<D: Driver> Locked<'_, D> {
-    /// Takes a block back from its owner. It is free at once, or when all streams that used it are done with it.
+    /// Frees a block for its owner. It is free at once, or when all streams that used it are done
+    /// with it.
     pub(crate) fn free(&mut self, address: u64, by: Owner, tag: Tag) -> Result<(), AddressError> {
         let unknown = AddressError::Unknown { address };
         let id = self.mem.begin_free(address, tag).ok_or(unknown)?;
@@ -27,7 +28,7 @@ impl<D: Driver> Locked<'_, D> {
         Ok(())
     }
 
-    /// The block is free for reuse on its stream.
+    /// Makes the block free for reuse on its stream.
     fn complete_free(&mut self, id: BlockId, tag: Tag) {
         if self.mem.is_spilled(id) {
             self.mem.complete_free_of_spill(id, tag);
@@ -36,7 +37,7 @@ impl<D: Driver> Locked<'_, D> {
         }
     }
 
-    /// Completes the frees of the blocks that the streams found done.
+    /// Completes the frees of the blocks with which all streams are done.
     pub(crate) fn complete_done(&mut self) {
         while let Some(id) = self.mem.streams.next_done() {
             self.complete_free(id, Tag::NONE);
@@ -54,7 +55,7 @@ impl<D: Driver> Locked<'_, D> {
         Ok(())
     }
 
-    /// Completes frees that other streams are done with: as many as a request has the time for.
+    /// Completes frees that other streams are done with, as many as a request has time for.
     pub(crate) fn complete_finished_frees(&mut self, stream: StreamId) -> DriverResult<()> {
         let mem = &mut self.mem;
         let processed = if mem.streams.is_recording() {
@@ -79,8 +80,8 @@ impl<D: Driver> Locked<'_, D> {
         processed
     }
 
-    /// As [`process_many_events`](Self::process_many_events); returns their bytes, or `None` while a capture may be under
-    /// way.
+    /// Like [`process_many_events`](Self::process_many_events). Returns the bytes, or `None` while
+    /// a capture may be under way.
     pub(crate) fn complete_frees(&mut self) -> DriverResult<Option<u64>> {
         if self.mem.is_recording() {
             return Ok(None);

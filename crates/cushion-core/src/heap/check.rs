@@ -51,7 +51,8 @@ impl Heap {
         Ok(chains)
     }
 
-    /// Every segment has one chain, which covers it exactly. Lanes count their segments and addresses.
+    /// Every segment has one chain, which covers it exactly. Lanes count their segments and
+    /// addresses.
     fn check_segments(&self, chains: &Chains) -> Result<(), Violation> {
         let mut held: BTreeMap<LaneId, (u32, u64)> = BTreeMap::new();
         let mut ranges = BTreeMap::new();

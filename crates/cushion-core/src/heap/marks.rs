@@ -130,7 +130,7 @@ mod tests {
                 if takes {
                     let mut last = 0;
                     while let Some(run) = marks.take() {
-                        prop_assert!(run.start > last, "runs do not touch, and the lowest is first");
+                        prop_assert!(run.start > last, "apart, and lowest first");
                         last = run.end;
                         for unit in (run.start - START) / UNIT..(run.end - START) / UNIT {
                             prop_assert!(model.remove(&unit));

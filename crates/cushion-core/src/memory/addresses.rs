@@ -13,8 +13,8 @@ const PLENTY_OF_HALVES: u64 = 5;
 /// The layout equals PyTorch's until a lane needs more addresses than it has.
 const MORE_AS_PYTORCH: u64 = 1 << 40;
 
-/// After that, each new lane reserves one in this many of the remaining addresses, so that tens of graph pools get
-/// more than graphs use.
+/// After that, each new lane reserves one in this many of the remaining addresses, so that tens of
+/// graph pools get more than graphs use.
 const SHARES_OF_REST: u64 = 8;
 
 /// The first addresses of a lane for large requests when addresses are scarce. A lane for small

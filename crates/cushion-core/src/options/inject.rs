@@ -225,7 +225,9 @@ fn rule(text: &str) -> Result<Rule, InjectionError> {
         Some(when) => when,
         None if filtered => When::Always,
         None => {
-            return Err(wrong("it needs `nth`, `every`, `fraction`, `over` or `driver`".to_owned()));
+            return Err(wrong(
+                "it needs `nth`, `every`, `fraction`, `over` or `driver`".to_owned(),
+            ));
         }
     };
     Ok(Rule { what, when, dice: Random(seed), seed, seen: 0 })

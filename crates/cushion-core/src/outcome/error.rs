@@ -25,7 +25,8 @@ pub enum AllocError {
     /// Every task that holds memory waits for more, and this task is the least valuable. If it
     /// frees its memory and starts again later, the others can go on.
     #[error(
-        "out of memory, because all tasks wait for each other: give back what this one holds, and begin again; {0}"
+        "out of memory, because all tasks wait for each other: give back what this one holds, and \
+         begin again; {0}"
     )]
     GiveWay(Box<Shortage>),
     /// No other task holds memory, so that waiting cannot help. The task can ask for less at a
@@ -366,7 +367,8 @@ pub(crate) mod seconds {
 pub enum AddressError {
     /// No live allocation starts at this address: it was never handed out, or was freed before.
     #[error(
-        "no live allocation starts at {address:#x}: it was never handed out here, or was freed before"
+        "no live allocation starts at {address:#x}: it was never handed out here, or was freed \
+         before"
     )]
     Unknown {
         /// The address.

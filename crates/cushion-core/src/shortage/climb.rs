@@ -240,7 +240,8 @@ impl Climb {
 }
 
 impl<'a, D: Driver> Climber<'a, D> {
-    /// Serves a request. PyTorch's entry, the Rust entry and the future differ only in their effort.
+    /// Serves a request. PyTorch's entry, the Rust entry and the future differ only in their
+    /// effort.
     pub(crate) fn serve(self, asked: &Asked, effort: Effort) -> Result<Served, AllocError> {
         let attempt = self.shared.locked(|mut core| core.serve(asked, effort))?;
         match (attempt, effort) {
