@@ -204,7 +204,7 @@ impl<D: Driver> Shared<D> {
 
     /// Runs `f`, after which a capture may begin, while no thread lets the driver wait.
     pub(crate) fn beginning_capture<T>(&self, f: impl FnOnce(Locked<'_, D>) -> T) -> T {
-        let _nobody_waits = self.captures.write().unwrap_or_else(PoisonError::into_inner);
+        let _no_driver_waits = self.captures.write().unwrap_or_else(PoisonError::into_inner);
         self.locked(f)
     }
 

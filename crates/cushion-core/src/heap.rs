@@ -65,7 +65,7 @@ impl Heap {
         self.blocks.iter()
     }
 
-    /// All live blocks.
+    /// Returns all live blocks.
     pub(crate) fn live_blocks(&self) -> impl Iterator<Item = &Block> {
         self.blocks().map(|(_, block)| block).filter(|block| block.state == BlockState::Live)
     }
@@ -89,7 +89,7 @@ impl Heap {
         self.pools[lane.pool].lane(lane.stream)
     }
 
-    /// All lanes.
+    /// Returns all lanes.
     pub(crate) fn lanes(&self) -> impl Iterator<Item = (LaneId, &Lane)> {
         let of_pool = |(pool, it): (PoolIndex, _)| {
             let lanes = Pool::lanes(it);

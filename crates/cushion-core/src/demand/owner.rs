@@ -425,7 +425,7 @@ mod tests {
     }
 
     #[test]
-    fn threads_come_and_go() {
+    fn an_owner_is_gone_when_its_thread_ends() {
         let here = current();
         assert_eq!((here, standing(here)), (current(), Standing::Thread));
         let there = std::thread::Builder::new()

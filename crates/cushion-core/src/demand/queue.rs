@@ -97,7 +97,7 @@ pub(crate) struct Queue {
     /// again.
     gave_way: BTreeMap<Owner, BTreeSet<Owner>>,
     /// Owners whose memory another owner freed, with the latest such owner. A thread may hand
-    /// memory to others, who free it while the thread waits.
+    /// memory to other threads, which free it while it waits.
     freed_by: BTreeMap<Owner, Owner>,
     /// Checks since the tasks that gave way were compared with the holders of memory.
     since_checked: u32,

@@ -86,7 +86,7 @@ pub(crate) enum Change {
     PageSplit,
     /// A page was lost while it was split: the driver gave the memory to another process meanwhile.
     PageLost(Span),
-    /// Pages got second addresses.
+    /// Pages were mapped at second addresses.
     StitchMapped,
     /// Second addresses were unmapped.
     StitchUnmapped,

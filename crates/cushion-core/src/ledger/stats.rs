@@ -547,7 +547,7 @@ mod tests {
     }
 
     #[test]
-    fn lanes_come_and_go() {
+    fn closed_lanes_are_removed() {
         let lanes = Lanes::default();
         let open = |stream| lanes.open(StreamId(stream), PoolId::DEFAULT, true);
         let opened: Vec<_> = (0..1000).map(open).collect();

@@ -185,7 +185,7 @@ impl Streams {
         proof: Proof,
     ) -> Option<Idle<'lock>> {
         let block = heap.get(id)?;
-        let is_nobodys =
+        let is_unowned =
             matches!(block.state, BlockState::Free | BlockState::Detached | BlockState::Shadow);
         let pool = heap[block.lane.pool].id;
         let is_covered = match proof.covers {
@@ -197,7 +197,7 @@ impl Streams {
                 released.is_some_and(|released| released <= proof.until)
             }
         };
-        let is_idle = is_nobodys && is_covered && block.freed <= proof.until;
+        let is_idle = is_unowned && is_covered && block.freed <= proof.until;
         is_idle.then_some(Idle { block: id, lock: PhantomData })
     }
 

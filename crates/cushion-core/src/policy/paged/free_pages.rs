@@ -269,6 +269,48 @@ mod tests {
             self.free = parts.into_iter().filter(|(start, end)| start < end).collect();
         }
 
+        /// Maps, unmaps or splits pages, or hands out or frees bytes of them, and marks the changes.
+        fn change(&mut self, dirty: &mut Dirty, kind: u8, homes: Range<u64>, at: u64, length: u64) {
+            let quarter = homes.start + at * UNIT / 4;
+            let unit = homes.start + at / 4 * UNIT;
+            match kind {
+                // Pages are mapped.
+                0..=2 => {
+                    let range = unit..(unit + length % 9 * UNIT + UNIT).min(homes.end);
+                    if self.pages(range.clone()).next().is_none() {
+                        dirty.reach(&range);
+                        self.pages.insert(range.start, range.end - range.start);
+                        self.set(&range, true);
+                        dirty.mark(range);
+                    }
+                }
+                // Pages are unmapped or split.
+                3 => {
+                    let page = self.pages(quarter..quarter + 1).next();
+                    if let Some((home, bytes)) = page {
+                        let range = home..home + bytes;
+                        self.pages.remove(&home);
+                        let keep = length * UNIT;
+                        if keep < bytes {
+                            self.pages.insert(home, keep);
+                            self.pages.insert(home + keep, bytes - keep);
+                        } else {
+                            self.set(&range, false);
+                        }
+                        dirty.mark(range);
+                    }
+                }
+                // Bytes of pages are handed out and freed.
+                _ => {
+                    let range = quarter..(quarter + length * UNIT / 4).min(homes.end);
+                    if self.is_mapped(&range) {
+                        self.set(&range, kind % 2 == 0);
+                        dirty.mark(range);
+                    }
+                }
+            }
+        }
+
         /// Returns the free pages by a look at everything: whole, ends, starts.
         fn keys(&self, only_whole: bool) -> [Vec<Key>; 3] {
             let mut keys = [const { Vec::new() }; 3];
@@ -306,44 +348,7 @@ mod tests {
             for (kind, which, at, length, looks) in steps {
                 let start = STARTS[which];
                 let end = start + UNITS * UNIT;
-                let quarter = start + at * UNIT / 4;
-                let unit = start + at / 4 * UNIT;
-                match kind {
-                    // Pages are mapped.
-                    0..=2 => {
-                        let range = unit..(unit + length % 9 * UNIT + UNIT).min(end);
-                        if model.pages(range.clone()).next().is_none() {
-                            dirty.reach(&range);
-                            model.pages.insert(range.start, range.end - range.start);
-                            model.set(&range, true);
-                            dirty.mark(range);
-                        }
-                    }
-                    // Pages are unmapped or split.
-                    3 => {
-                        let page = model.pages(quarter..quarter + 1).next();
-                        if let Some((home, bytes)) = page {
-                            let range = home..home + bytes;
-                            model.pages.remove(&home);
-                            let keep = length * UNIT;
-                            if keep < bytes {
-                                model.pages.insert(home, keep);
-                                model.pages.insert(home + keep, bytes - keep);
-                            } else {
-                                model.set(&range, false);
-                            }
-                            dirty.mark(range);
-                        }
-                    }
-                    // Bytes of pages are handed out and freed.
-                    _ => {
-                        let range = quarter..(quarter + length * UNIT / 4).min(end);
-                        if model.is_mapped(&range) {
-                            model.set(&range, kind % 2 == 0);
-                            dirty.mark(range);
-                        }
-                    }
-                }
+                model.change(&mut dirty, kind, start..end, at, length);
                 // Addresses outside all homes.
                 dirty.mark(end..end + UNIT);
                 let homes = || STARTS.into_iter().map(|start| start..start + UNITS * UNIT);
