@@ -127,7 +127,7 @@ mod tests {
         let mut random = Random(7);
         let mut live = Vec::new();
         for _ in 0..400 {
-            if live.len() > 12 || !live.is_empty() && random.next() % 3 == 0 {
+            if live.len() > 12 || !live.is_empty() && random.next().is_multiple_of(3) {
                 let at = usize::try_from(random.next() % live.len() as u64).unwrap();
                 free(&shared, live.swap_remove(at));
             } else {

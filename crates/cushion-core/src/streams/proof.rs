@@ -25,11 +25,11 @@
 //! ways to get one:
 //!
 //! * Note [`Streams::now`], let the driver wait for the whole device, then create
-//! [`Proof::of_device`]. The proof covers the default pools, and the private pools that had been
-//! released by that moment.
+//!   [`Proof::of_device`]. The proof covers the default pools, and the private pools that had been
+//!   released by that moment.
 //! * [`Streams::poll_stream`], or a [`Mark`] that is polled later, records an event on one stream,
-//! notes the moment, and finds the event finished. The proof covers blocks of that stream in the
-//! default pools, and never a private pool.
+//!   notes the moment, and finds the event finished. The proof covers blocks of that stream in the
+//!   default pools, and never a private pool.
 //!
 //! [`Streams::idle`] compares a block with a proof. A block that was used and freed again has a
 //! later moment, and so has a pool that was released later: the proof does not cover them.

@@ -13,6 +13,9 @@ use crate::heap::pool::LaneId;
 use crate::heap::segment::Kind;
 use crate::memory::Mem;
 
+/// The addresses of a lane's homes, and the free blocks there: start and end.
+type Homes = (Vec<Range<u64>>, BTreeMap<u64, u64>);
+
 impl Paged {
     /// Checks that pages of stitches are mapped there and at home, and that exactly the bytes that
     /// stitches hand out are lent at home.
@@ -116,7 +119,7 @@ impl Paged {
         chains: &Chains,
     ) -> Result<(), Violation> {
         let heap = &*mem.heap;
-        let mut homes: BTreeMap<LaneId, (Vec<Range<u64>>, BTreeMap<u64, u64>)> = BTreeMap::new();
+        let mut homes: BTreeMap<LaneId, Homes> = BTreeMap::new();
         for (id, segment) in heap.segments().filter(|(_, segment)| segment.kind == Kind::Homes) {
             let (addresses, free) = homes.entry(segment.lane).or_default();
             addresses.push(segment.address..segment.end());

@@ -304,7 +304,7 @@ mod tests {
                 _ => {
                     let range = quarter..(quarter + length * UNIT / 4).min(homes.end);
                     if self.is_mapped(&range) {
-                        self.set(&range, kind % 2 == 0);
+                        self.set(&range, kind.is_multiple_of(2));
                         dirty.mark(range);
                     }
                 }
