@@ -155,7 +155,7 @@ cushion_status cushion_memory_info(cushion_device *device, size_t *free_bytes, s
  * cushion_reset_peak_stats. New fields are added at the end only.
  */
 typedef struct cushion_statistics {
-    size_t struct_size;            /* set it to sizeof(cushion_statistics) before the call; the call sets it to the bytes it filled */
+    size_t struct_size;            /* set it to sizeof(cushion_statistics) first; the call sets the bytes it filled */
     uint64_t allocated_bytes;      /* allocated and not freed, in whole blocks */
     uint64_t allocated_bytes_peak;
     uint64_t reserved_bytes;       /* physical memory held from the device, live and cached */
