@@ -1,4 +1,4 @@
-//! Shows what a program can do about a shortage: callbacks, waiting, futures, host memory, receipts.
+//! Shows what a program can do about a shortage: callbacks, waits, futures, host memory, receipts.
 //!
 //! Needs no GPU: `cargo run --example shortages`.
 
