@@ -11,7 +11,7 @@ venv=$(cd "${CARGO_TARGET_DIR:-target}" && pwd)/torch-$1
 
 frameworks='accelerate==1.15.0 lightning==2.6.6 transformers==5.22.2 ray[train]==2.60.0 mypy==2.4.1'
 
-# An environment with other versions of the frameworks is made again.
+# An environment that was made for other versions of these is made again.
 if [ "$(cat "$venv/whole" 2>/dev/null)" != "$frameworks" ]; then
     free=$(df -Pk "$(dirname "$venv")" | awk 'NR == 2 { print int($4 / 1048576) }')
     if [ "$free" -lt 10 ]; then
