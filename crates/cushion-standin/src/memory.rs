@@ -10,7 +10,8 @@ use crate::out::{In, Out};
 use crate::world::{PageKind, World, tagged, told};
 use crate::{INVALID_VALUE, NOT_SUPPORTED, driver_calls};
 
-/// The device that a page is asked for, and how. One in host memory is for the device that is current.
+/// Returns the device and the kind of a requested page. A page in host memory belongs to the
+/// current device.
 fn page_asked(world: &World, properties: &CUmemAllocationProp) -> Result<(usize, PageKind), c_int> {
     let id = properties.location.id;
     let (device, node) = match properties.location.type_ {

@@ -15,11 +15,11 @@ type Stream = *mut ();
 type Event = *mut ();
 type Node = *mut ();
 
-/// Streams made here start at this number, far from those that tests make up.
+/// Streams made here start at this number, far from the numbers that tests use.
 const FIRST_STREAM: u64 = 0x57_0000;
 
 thread_local! {
-    /// The nodes that the last answer about a capture pointed to: they stay until the next.
+    /// The nodes that the last capture query returned; they stay until the next query.
     static NODES: RefCell<Vec<Node>> = const { RefCell::new(Vec::new()) };
 }
 
