@@ -7,26 +7,22 @@
 #![forbid(unsafe_code)]
 
 mod args;
-mod convert;
-mod load;
-mod progress;
+mod output;
 mod python;
-mod recorded;
 mod replay;
 mod report;
-mod save;
 mod shortages;
 mod storm;
-mod table;
+mod trace_files;
 
 use std::ffi::OsString;
-use std::fmt;
 use std::io::{self, Write};
 
 use clap::Parser;
 
 use args::{Cli, Command};
-use progress::Progress;
+use output::Streams;
+use trace_files::convert;
 
 /// How a command ended. The highest over all inputs is the exit code.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -54,12 +50,7 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> u8 {
             return code as u8;
         }
     };
-    let mut streams = Streams {
-        out: io::stdout().lock(),
-        talk: io::stderr().lock(),
-        failed: None,
-        progress: Progress::on_terminal(),
-    };
+    let mut streams = Streams::new(io::stdout().lock(), io::stderr().lock());
     let done = match cli.command {
         Command::Replay(args) => replay::run(&args, &mut streams),
         Command::Convert(args) => convert::run(&args, &mut streams),
@@ -86,44 +77,4 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> u8 {
         None => {}
     }
     verdict as u8
-}
-
-/// Where a command writes.
-struct Streams<O, T> {
-    out: O,
-    talk: T,
-    /// The first failure to write data; nothing is written after it.
-    failed: Option<io::Error>,
-    progress: Progress,
-}
-
-impl<O: Write, T: Write> Streams<O, T> {
-    /// A line of data.
-    fn data(&mut self, line: fmt::Arguments<'_>) {
-        self.progress.clear(&mut self.talk);
-        if self.failed.is_none() {
-            self.failed = writeln!(self.out, "{line}").err();
-        }
-    }
-
-    /// A line for people. If nobody listens, the exit code still tells.
-    fn talk(&mut self, line: fmt::Arguments<'_>) {
-        self.progress.clear(&mut self.talk);
-        let _ = writeln!(self.talk, "cushion: {line}");
-    }
-
-    /// A piece of work begins that may take a while.
-    fn begin(&mut self, what: impl Into<String>) {
-        self.progress.begin(what, &mut self.talk);
-    }
-
-    /// So much of it is done, of so much if that is known.
-    fn update(&mut self, done: u64, total: Option<u64>) {
-        self.progress.update(done, total, &mut self.talk);
-    }
-
-    /// It is done.
-    fn end(&mut self) {
-        self.progress.clear(&mut self.talk);
-    }
 }

@@ -19,10 +19,11 @@ use std::path::{Path, PathBuf};
 use anyhow::Context as _;
 use cushion_core::size::display;
 
+use crate::Verdict;
 use crate::args::ReportArgs;
-use crate::load::{Loaded, load, short};
-use crate::save::{self, STANDARD, save};
-use crate::{Streams, Verdict};
+use crate::output::Streams;
+use crate::trace_files::load::{Loaded, load, short};
+use crate::trace_files::save::{self, STANDARD, save};
 
 use data::Report;
 use gather::{Request, gather};

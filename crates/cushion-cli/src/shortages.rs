@@ -8,7 +8,7 @@ use cushion_core::{Policy, Receipt};
 use cushion_trace::Outcome;
 use serde::Serialize;
 
-use crate::save::save;
+use crate::trace_files::save::save;
 
 /// What would have made a request fit, in words; nothing if it was served.
 pub(crate) fn remedies(receipt: &Receipt) -> Vec<String> {

@@ -25,8 +25,9 @@ use anyhow::bail;
 use cushion_core::size::MIN_BLOCK;
 use cushion_core::{Ladder, Policy};
 
+use crate::Verdict;
 use crate::args::StormArgs;
-use crate::{Streams, Verdict};
+use crate::output::Streams;
 use outcome::{Outcome, Rows, Which};
 use script::{Shape, Storm};
 use virtual_time::Part;

@@ -41,7 +41,7 @@ fn attribute(world: &World, device: usize, attribute: c_int) -> Result<c_int, c_
     ];
     let is = |known: Attribute| i64::from(known as u32) == i64::from(attribute);
     if is(Attribute::CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID) {
-        return Ok(world.node);
+        return Ok(world.node());
     }
     let asked = match attribute {
         HOST_PAGES => Some("host"),
@@ -81,7 +81,7 @@ driver_calls! {
         if world.devices.is_empty() {
             return Err(NO_DEVICE);
         }
-        world.initialised = true;
+        world.calls.initialised = true;
         Ok(())
     }
 

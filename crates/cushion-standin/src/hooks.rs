@@ -28,28 +28,28 @@ fn on(device: c_int, act: impl FnOnce(&mut Device)) {
 unsafe extern "C" fn standin_calls(name: In<c_char>) -> u64 {
     let world = world();
     match name.text() {
-        Some(name) => world.counts.get(name.as_str()).copied().unwrap_or(0),
-        None => world.counts.values().sum(),
+        Some(name) => world.calls.counts.get(name.as_str()).copied().unwrap_or(0),
+        None => world.calls.counts.values().sum(),
     }
 }
 
 /// Resets all counts to zero.
 #[unsafe(no_mangle)]
 extern "C" fn standin_reset_calls() {
-    world().counts.clear();
+    world().calls.counts.clear();
 }
 
 /// Makes the `nth` call from now, of any function, fail with this code and do nothing. Zero stops
 /// it.
 #[unsafe(no_mangle)]
 extern "C" fn standin_fail(nth: u64, code: c_int) {
-    world().failure = (nth > 0).then_some((nth, code));
+    world().calls.failure = (nth > 0).then_some((nth, code));
 }
 
 /// Makes every call return that CUDA has shut down, as at the end of a process.
 #[unsafe(no_mangle)]
 extern "C" fn standin_shut_down() {
-    world().shut_down = true;
+    world().calls.shut_down = true;
 }
 
 /// Blocks calls of this function from now on. The next call of this hook releases them; null blocks
@@ -115,20 +115,20 @@ extern "C" fn standin_set_tenant(device: c_int, bytes: u64) -> c_int {
 /// Refuses pages with any of these handle types, or for RDMA, with this code.
 #[unsafe(no_mangle)]
 extern "C" fn standin_refuse_pages(handles: c_uint, rdma: c_int, code: c_int) {
-    world().refused_pages = (handles, rdma != 0, code);
+    world().pages.refused = (handles, rdma != 0, code);
 }
 
 /// Returns the handle types of a page; the highest bit is RDMA. Zero also for an unknown page.
 #[unsafe(no_mangle)]
 extern "C" fn standin_page_kind(page: u64) -> c_uint {
-    let kind = world().page_kinds.get(&page).copied();
+    let kind = world().pages.kinds.get(&page).copied();
     kind.map_or(0, |kind| kind.handles | (c_uint::from(kind.rdma) << 31))
 }
 
 /// Returns the NUMA node of a page in host memory; -1 for other and unknown pages.
 #[unsafe(no_mangle)]
 extern "C" fn standin_page_node(page: u64) -> c_int {
-    let kind = world().page_kinds.get(&page).copied();
+    let kind = world().pages.kinds.get(&page).copied();
     kind.and_then(|kind| kind.node).unwrap_or(-1)
 }
 
@@ -191,8 +191,8 @@ extern "C" fn standin_finish_all() {
 #[unsafe(no_mangle)]
 extern "C" fn standin_destroy_stream(stream: u64) {
     let mut world = world();
-    world.streams.remove(&stream);
-    world.destroyed.insert(stream);
+    world.streams.made.remove(&stream);
+    world.streams.destroyed.insert(stream);
 }
 
 /// Starts capturing a stream into a new graph.
@@ -227,8 +227,8 @@ extern "C" fn standin_end_capture(device: c_int, stream: u64) {
 extern "C" fn standin_odd_capture(stream: u64, answer: c_int) {
     let mut world = world();
     if answer == 0 {
-        world.odd_captures.remove(&stream);
+        world.streams.odd_captures.remove(&stream);
     } else {
-        world.odd_captures.insert(stream, answer);
+        world.streams.odd_captures.insert(stream, answer);
     }
 }

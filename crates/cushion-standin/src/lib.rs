@@ -7,9 +7,9 @@
 //!
 //! | variable | meaning | default |
 //! |---|---|---|
-//! | `STANDIN_DEVICES` | how many devices there are; with 0, `cuInit` fails as CUDA's does | 1 |
-//! | `STANDIN_CAPACITY` | memory of each, in bytes | 1 GiB |
-//! | `STANDIN_HOST` | host memory that each may have pages in, in bytes | plenty |
+//! | `STANDIN_DEVICES` | the number of devices; with 0, `cuInit` fails like CUDA's | 1 |
+//! | `STANDIN_CAPACITY` | memory of each device, in bytes | 1 GiB |
+//! | `STANDIN_HOST` | host memory for pages of each device, in bytes | plenty |
 //! | `STANDIN_NUMA` | the NUMA node next to each device; -1 for a host without nodes | 0 |
 //! | `STANDIN_PEERS` | `all`, or pairs: `1>0` lets device 1 access memory of 0 | none |
 //! | `STANDIN_WITHOUT` | missing features: `fabric,file,rdma,pages,host`; `host@1`: on 1 | nothing |

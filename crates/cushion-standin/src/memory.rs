@@ -25,7 +25,7 @@ fn page_asked(world: &World, properties: &CUmemAllocationProp) -> Result<(usize,
     }
     let handles = properties.requestedHandleTypes.0;
     let rdma = properties.allocFlags.gpuDirectRDMACapable != 0;
-    let (refused_handles, refused_rdma, code) = world.refused_pages;
+    let (refused_handles, refused_rdma, code) = world.pages.refused;
     if handles & refused_handles != 0 || (rdma && refused_rdma) {
         return Err(code);
     }
@@ -121,14 +121,14 @@ driver_calls! {
         let bytes = size(bytes);
         let page = if kind.node.is_some() { sim.create_host(bytes) } else { sim.create(bytes) };
         let page = tagged(device, told(page)?.0);
-        world.page_kinds.insert(page, kind);
+        world.pages.kinds.insert(page, kind);
         out.give(page)
     }
 
     fn cuMemRelease(page: u64) |world| {
         let (device, number) = world.untag(page)?;
         told(world.expect_current(device)?.release(PageHandle(number)))?;
-        world.page_kinds.remove(&page);
+        world.pages.kinds.remove(&page);
         Ok(())
     }
 

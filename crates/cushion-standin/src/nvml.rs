@@ -18,7 +18,7 @@ const NOT_SUPPORTED: c_int = 3;
 const NOT_FOUND: c_int = 6;
 const INSUFFICIENT_SIZE: c_int = 7;
 
-/// The handle of a device: its number plus one, so that none is null.
+/// The handle of a device: [`HANDLES`] plus a multiple of its number, so that none is null.
 type Handle = *mut ();
 const HANDLES: usize = 0xe0_0000;
 

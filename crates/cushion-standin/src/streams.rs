@@ -35,17 +35,17 @@ fn event(world: &World, event: Event) -> Result<(usize, EventId), c_int> {
 driver_calls! {
     fn cuStreamCreate(out: Out<Stream>, _flags: c_uint) |world| {
         let device = world.current()?;
-        let made = world.streams.len() + world.destroyed.len();
+        let made = world.streams.made.len() + world.streams.destroyed.len();
         let stream = FIRST_STREAM + 16 * made as u64;
         out.give(pointer(stream))?;
-        world.streams.insert(stream, device);
+        world.streams.made.insert(stream, device);
         Ok(())
     }
 
     fn cuStreamDestroy_v2(stream: Stream) |world| {
         let (_, stream) = world.stream(stream)?;
-        world.streams.remove(&stream.0).ok_or(INVALID_HANDLE)?;
-        world.destroyed.insert(stream.0);
+        world.streams.made.remove(&stream.0).ok_or(INVALID_HANDLE)?;
+        world.streams.destroyed.insert(stream.0);
         Ok(())
     }
 
@@ -67,7 +67,7 @@ driver_calls! {
         const INVALIDATED: c_int = 2;
         let (device, stream) = world.stream(stream)?;
         graph.give_if_asked(null_mut());
-        match world.odd_captures.get(&stream.0) {
+        match world.streams.odd_captures.get(&stream.0) {
             Some(&INVALIDATED) => return status.give(INVALIDATED),
             Some(_) => return Err(CAPTURE_IMPLICIT),
             None => {}

@@ -58,31 +58,52 @@ pub(crate) struct PageKind {
     pub(crate) node: Option<c_int>,
 }
 
-/// The state that every call sees.
-pub(crate) struct World {
-    pub(crate) devices: Vec<Device>,
+/// What the environment says about the machine.
+struct Machine {
     peers: BTreeSet<(usize, usize)>,
     without: Vec<String>,
     /// The NUMA node next to the devices, or -1.
-    pub(crate) node: c_int,
+    node: c_int,
     lenient: bool,
+}
+
+/// The library's own state, and the calls made so far.
+#[derive(Default)]
+pub(crate) struct Calls {
     pub(crate) initialised: bool,
     pub(crate) shut_down: bool,
     pub(crate) counts: BTreeMap<&'static str, u64>,
     /// The number of calls until one fails, and its code.
     pub(crate) failure: Option<(u64, c_int)>,
-    next_address: u64,
-    /// The device of each plain allocation and reserved range.
-    pub(crate) owners: BTreeMap<u64, (u64, usize)>,
+}
+
+#[derive(Default)]
+pub(crate) struct Streams {
     /// Streams made here, and their devices.
-    pub(crate) streams: BTreeMap<u64, usize>,
+    pub(crate) made: BTreeMap<u64, usize>,
     pub(crate) destroyed: BTreeSet<u64>,
     /// Streams that report something else about their capture.
     pub(crate) odd_captures: BTreeMap<u64, c_int>,
+}
+
+#[derive(Default)]
+pub(crate) struct Pages {
     /// The pages to refuse: handle types, RDMA, and the code to return.
-    pub(crate) refused_pages: (c_uint, bool, c_int),
+    pub(crate) refused: (c_uint, bool, c_int),
     /// The kind of each page.
-    pub(crate) page_kinds: BTreeMap<u64, PageKind>,
+    pub(crate) kinds: BTreeMap<u64, PageKind>,
+}
+
+/// The state that every call sees.
+pub(crate) struct World {
+    pub(crate) devices: Vec<Device>,
+    machine: Machine,
+    pub(crate) calls: Calls,
+    next_address: u64,
+    /// The device of each plain allocation and reserved range.
+    pub(crate) owners: BTreeMap<u64, (u64, usize)>,
+    pub(crate) streams: Streams,
+    pub(crate) pages: Pages,
     /// The content of the devices' memory.
     pub(crate) memory: SimMemory,
     /// How NVML answers.
@@ -126,35 +147,37 @@ impl World {
                 .collect(),
         };
         let without = variable("STANDIN_WITHOUT").unwrap_or_default();
-        Self {
-            devices,
+        let machine = Machine {
             peers,
             without: without.split(',').map(|word| word.trim().to_owned()).collect(),
             node: number("STANDIN_NUMA", 0),
             lenient: number("STANDIN_LENIENT", 0) != 0,
-            initialised: false,
-            shut_down: false,
-            counts: BTreeMap::new(),
-            failure: None,
+        };
+        Self {
+            devices,
+            machine,
+            calls: Calls::default(),
             next_address: FIRST_ADDRESS,
             owners: BTreeMap::new(),
-            streams: BTreeMap::new(),
-            destroyed: BTreeSet::new(),
-            odd_captures: BTreeMap::new(),
-            refused_pages: (0, false, 0),
-            page_kinds: BTreeMap::new(),
+            streams: Streams::default(),
+            pages: Pages::default(),
             memory: SimMemory::default(),
             nvml: Nvml::default(),
         }
     }
 
+    /// Returns the NUMA node next to the devices, or -1.
+    pub(crate) fn node(&self) -> c_int {
+        self.machine.node
+    }
+
     pub(crate) fn supports(&self, device: usize, what: &str) -> bool {
         let alone = format!("{what}@{device}");
-        !self.without.iter().any(|word| word == what || *word == alone)
+        !self.machine.without.iter().any(|word| word == what || *word == alone)
     }
 
     pub(crate) fn can_reach(&self, from: usize, to: usize) -> bool {
-        from != to && self.peers.contains(&(from, to))
+        from != to && self.machine.peers.contains(&(from, to))
     }
 
     /// Returns a device by its CUDA number.
@@ -184,7 +207,7 @@ impl World {
 
     /// Does the same for a call on pages, which CUDA allows during a capture.
     pub(crate) fn current_for_pages(&self) -> Result<usize, c_int> {
-        if self.lenient { self.current() } else { self.current_outside_capture() }
+        if self.machine.lenient { self.current() } else { self.current_outside_capture() }
     }
 
     /// Does the same for a call on pages that belong to `device`.
@@ -222,10 +245,10 @@ impl World {
     /// Returns the device of a stream.
     pub(crate) fn stream(&self, stream: *mut ()) -> Result<(usize, StreamId), c_int> {
         let stream = stream.addr() as u64;
-        if self.destroyed.contains(&stream) {
+        if self.streams.destroyed.contains(&stream) {
             return Err(INVALID_HANDLE);
         }
-        let device = match self.streams.get(&stream) {
+        let device = match self.streams.made.get(&stream) {
             Some(&device) => device,
             None => self.current()?,
         };
@@ -266,20 +289,20 @@ pub(crate) fn answer(name: &'static str, call: impl FnOnce(&mut World) -> Answer
     let answered = catch_unwind(AssertUnwindSafe(|| {
         gate::pass(name);
         let mut world = world();
-        *world.counts.entry(name).or_default() += 1;
-        if let Some((left, code)) = &mut world.failure {
+        *world.calls.counts.entry(name).or_default() += 1;
+        if let Some((left, code)) = &mut world.calls.failure {
             *left -= 1;
             if *left == 0 {
                 let code = *code;
-                world.failure = None;
+                world.calls.failure = None;
                 return Err(code);
             }
         }
-        if world.shut_down {
+        if world.calls.shut_down {
             return Err(DEINITIALIZED);
         }
         let is_nvml = name.starts_with("nvml");
-        if !world.initialised && !is_nvml && !WITHOUT_INIT.contains(&name) {
+        if !world.calls.initialised && !is_nvml && !WITHOUT_INIT.contains(&name) {
             return Err(NOT_INITIALIZED);
         }
         call(&mut world)

@@ -3,7 +3,7 @@
 
 use cushion_core::size::{GIB, display};
 
-use crate::recorded as recorded_run;
+use crate::trace_files::recorded as recorded_run;
 
 use super::data::{Finding, Origin, PolicyRun, RefusalAt, Report, Tone};
 use super::sites::telling;

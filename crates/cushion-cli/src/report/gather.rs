@@ -11,7 +11,8 @@ use cushion_trace::{
     ReplayConfig, Snapshot, StackId, min_capacity, replay_watched, state_at,
 };
 
-use crate::{Streams, recorded};
+use crate::output::Streams;
+use crate::trace_files::recorded;
 
 use super::data::{
     AddressMap, Curve, Origin, Peak, PeakGroup, PolicyRun, RecordedOom, RefusalAt, Report,

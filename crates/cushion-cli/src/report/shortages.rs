@@ -11,8 +11,8 @@ use anyhow::Context as _;
 use cushion_core::{Ended, Policy, Receipt, Rung};
 use cushion_trace::{Outcome, read_receipts};
 
-use crate::load::short;
 use crate::shortages::remedies;
+use crate::trace_files::load::short;
 
 use super::data::{LiveGroup, RungTried, ShortageRow, Shortages};
 

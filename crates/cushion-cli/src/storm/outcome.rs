@@ -7,7 +7,7 @@ use serde::Serialize;
 
 use super::task::{Doing, Fate, Fates};
 use super::world::World;
-use crate::table::{Align, Table};
+use crate::output::table::{Align, Table};
 
 /// How a run ended.
 #[derive(Debug, Clone, PartialEq, Eq)]

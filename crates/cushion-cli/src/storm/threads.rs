@@ -21,7 +21,7 @@ use super::script::{Script, Shape, Storm};
 use super::task::{Fates, Player, Surroundings};
 use super::world::{Setting, World};
 use super::{Plan, Told, most_restarts, runs_alone};
-use crate::Streams;
+use crate::output::Streams;
 
 /// How long a request may wait.
 const WAIT: Duration = Duration::from_secs(60);

@@ -11,10 +11,11 @@ use cushion_trace::{FileFormat, Snapshot, Written, write_snapshot};
 use flate2::Compression;
 use flate2::write::GzEncoder;
 
+use crate::Verdict;
 use crate::args::{ConvertArgs, FormatArg};
-use crate::load::read_trace;
-use crate::save::{self, STANDARD, save};
-use crate::{Streams, Verdict};
+use crate::output::Streams;
+use crate::trace_files::load::read_trace;
+use crate::trace_files::save::{self, STANDARD, save};
 
 /// Runs the command.
 pub(crate) fn run<O: Write, T: Write>(

@@ -6,7 +6,7 @@ use std::path::Path;
 use anyhow::{Context as _, bail};
 use cushion_trace::{Limits, Origin, Program, Snapshot, open_with, read_with};
 
-use crate::Streams;
+use crate::output::Streams;
 
 /// A trace, and the program of one of its devices.
 pub(crate) struct Loaded {
