@@ -1,8 +1,8 @@
-//! The `cushion` command as a library, so that a binary and the Python wheel share it.
+//! The `cushion` command as a library, shared by the binary and the Python wheel.
 //!
-//! Data goes to standard output, talk to standard error. Exit codes: 0 for yes, 1 for out of memory or a
-//! storm that was not weathered, 2 for bad input or usage, 3 for a difference found by `--verify`,
-//! or nothing that it could compare.
+//! Data goes to standard output, messages to standard error. Exit codes: 0 for success, 1 for out
+//! of memory or a storm with lost tasks, 2 for bad input or usage, 3 if `--verify` found a
+//! difference or nothing to compare.
 
 #![forbid(unsafe_code)]
 
@@ -24,18 +24,18 @@ use args::{Cli, Command};
 use output::Streams;
 use trace_files::convert;
 
-/// How a command ended. The highest over all inputs is the exit code.
+/// The result of a command. The highest over all inputs is the exit code.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Verdict {
     Fits = 0,
     OutOfMemory = 1,
     BadInput = 2,
-    /// `--verify` found a difference, or nothing that it could compare.
+    /// `--verify` found a difference, or nothing to compare.
     NotVerified = 3,
 }
 
 impl Verdict {
-    /// A storm hung, broke a promise, or lost a task that the ladder is to save.
+    /// A storm hung, broke an invariant, or lost a task that the ladder should save.
     const STORM_LOST: Self = Self::OutOfMemory;
 }
 
@@ -44,7 +44,7 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> u8 {
     let cli = match Cli::try_parse_from(args) {
         Ok(cli) => cli,
         Err(error) => {
-            // Help and version are no errors, and go to standard output.
+            // Help and version are not errors, and go to standard output.
             let code = if error.use_stderr() { Verdict::BadInput } else { Verdict::Fits };
             let _ = error.print();
             return code as u8;
@@ -68,7 +68,7 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> u8 {
         Verdict::BadInput
     });
     match streams.failed.take().or(flushed.err()) {
-        // The reader of our output went away, as `head` does: the verdict stands.
+        // The reader closed the pipe, as `head` does: the verdict stands.
         Some(error) if error.kind() == io::ErrorKind::BrokenPipe => {}
         Some(error) => {
             streams.talk(format_args!("standard output: {error}"));

@@ -8,7 +8,7 @@ use std::io::{self, Write};
 
 use progress::Progress;
 
-/// Where a command writes.
+/// The streams a command writes to.
 pub(crate) struct Streams<O, T> {
     pub(crate) out: O,
     pub(crate) talk: T,
@@ -22,7 +22,7 @@ impl<O: Write, T: Write> Streams<O, T> {
         Self { out, talk, failed: None, progress: Progress::on_terminal() }
     }
 
-    /// A line of data.
+    /// Writes a line of data.
     pub(crate) fn data(&mut self, line: fmt::Arguments<'_>) {
         self.progress.clear(&mut self.talk);
         if self.failed.is_none() {
@@ -30,23 +30,23 @@ impl<O: Write, T: Write> Streams<O, T> {
         }
     }
 
-    /// A line for people. If nobody listens, the exit code still tells.
+    /// Writes a message. If standard error is closed, the exit code still has the result.
     pub(crate) fn talk(&mut self, line: fmt::Arguments<'_>) {
         self.progress.clear(&mut self.talk);
         let _ = writeln!(self.talk, "cushion: {line}");
     }
 
-    /// A piece of work begins that may take a while.
+    /// Starts the progress line of a task that may take a while.
     pub(crate) fn begin(&mut self, what: impl Into<String>) {
         self.progress.begin(what, &mut self.talk);
     }
 
-    /// So much of it is done, of so much if that is known.
+    /// Updates the progress; `total` is `None` if it is not known.
     pub(crate) fn update(&mut self, done: u64, total: Option<u64>) {
         self.progress.update(done, total, &mut self.talk);
     }
 
-    /// It is done.
+    /// Removes the progress line.
     pub(crate) fn end(&mut self) {
         self.progress.clear(&mut self.talk);
     }

@@ -1,4 +1,4 @@
-//! `cushion replay`: what a trace needs, whether it fits, and whether we do as PyTorch did.
+//! `cushion replay`: what a trace needs, whether it fits, and whether the replay matches PyTorch.
 
 mod rows;
 mod words;
@@ -48,7 +48,7 @@ pub(crate) fn run<O: Write, T: Write>(
     let mut verdict = Verdict::Fits;
     let mut told = Told { rows: Rows::new(args.min_capacity), receipts: ReceiptLines::default() };
     for path in &args.traces {
-        // One bad file does not keep the others from being read.
+        // A bad file does not stop the others.
         let found = one_trace(path, args, ladder, &mut told, streams).unwrap_or_else(|error| {
             streams.talk(format_args!("{}: {error:#}", path.display()));
             Verdict::BadInput
@@ -64,7 +64,7 @@ pub(crate) fn run<O: Write, T: Write>(
     Ok(verdict)
 }
 
-/// What is told once all traces are done.
+/// Output that is written after all traces.
 struct Told {
     rows: Rows,
     receipts: ReceiptLines,
@@ -169,7 +169,7 @@ fn one_policy<O: Write, T: Write>(
 
 const REFUSED_CALL: &str = "the simulated device refused a call";
 
-/// The options in place of those recorded, if any are asked for.
+/// Returns the options that replace the recorded ones, if any are given.
 fn options(args: &ReplayArgs, program: &Program) -> Option<Options> {
     let options = args.conf.as_ref().map(|conf| conf.options.clone());
     let Some(spill_limit) = args.spill else { return options };
@@ -177,7 +177,7 @@ fn options(args: &ReplayArgs, program: &Program) -> Option<Options> {
     Some(Options { spill_limit, ..options })
 }
 
-/// Runs a program under one policy, with progress where somebody looks.
+/// Replays a program under one policy, with progress on a terminal.
 fn run_one<O: Write, T: Write>(
     name: &str,
     program: &Program,
@@ -193,7 +193,7 @@ fn run_one<O: Write, T: Write>(
     outcome
 }
 
-/// Shows the progress of a run.
+/// Shows the progress of a replay.
 struct Shown<'a, O, T> {
     streams: &'a mut Streams<O, T>,
     program: &'a Program,
@@ -236,11 +236,11 @@ fn smallest_device<O: Write, T: Write>(
     Ok(smallest)
 }
 
-/// Where in the program the refused request was made, innermost first.
+/// Returns the stack of the refused request, innermost first.
 fn stack_of(refusal: &Refusal, events: &Events, stacks: &Stacks) -> Vec<String> {
     let event = usize::try_from(refusal.event).ok().filter(|_| !refusal.at_beginning);
     let stack = event.and_then(|event| events.get(event)).and_then(|event| event.stack);
-    // Names are anybody's: nothing in them moves the cursor or breaks a line.
+    // A trace may contain any names: control characters could move the cursor or break a line.
     let plain = |name: &str| name.replace(char::is_control, "\u{fffd}");
     let line =
         |frame: &Frame| format!("{}:{} {}", plain(&frame.filename), frame.line, plain(&frame.name));

@@ -17,22 +17,22 @@ pub(super) struct Row<'a> {
     pub(super) ladder: Ladder,
     pub(super) outcome: &'a Outcome,
     pub(super) floor: u64,
-    /// The smallest device, if it was asked for and there is one.
+    /// The smallest device, if it was searched for and found.
     pub(super) smallest: Option<u64>,
-    /// Where the recorded run itself ran out of memory.
+    /// The first refusal of the recorded run.
     pub(super) recorded: Option<RecordedOom>,
     pub(super) has_limit: bool,
-    /// Where in the program memory ran out, if that was recorded.
+    /// The stack of the refused request, if it was recorded.
     pub(super) stack: Vec<String>,
 }
 
-/// What a row says in the end.
+/// The result of one row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 enum Answer {
     Fits,
     OutOfMemory,
-    /// The recorded run ran out of memory, and this one had no limit.
+    /// The recorded run ran out of memory, and this replay had no limit.
     RecordedOutOfMemory,
 }
 
@@ -46,8 +46,9 @@ impl Answer {
     }
 }
 
+/// One line of `--json`. The object is flat, so each of its keys is a field.
 #[derive(Serialize)]
-struct JsonRow<'a> {
+pub(super) struct JsonRow<'a> {
     trace: &'a str,
     policy: &'static str,
     ladder: &'static str,
@@ -91,9 +92,9 @@ struct JsonDriver {
     set_access: u64,
     unmap: u64,
     release: u64,
-    /// As `num_device_alloc` of PyTorch's statistics counts them.
+    /// Counted as `num_device_alloc` in PyTorch's statistics.
     allocations: u64,
-    /// The event after which nothing is asked of the driver any more.
+    /// The last event with a driver call.
     last_event: u64,
     time_us: f64,
 }
@@ -199,7 +200,7 @@ pub(crate) fn microseconds(nanos: u64) -> f64 {
     nanos as f64 / 1000.0
 }
 
-/// The rows of the table for people, and under it what a cell has no room for.
+/// The table, and below it the details that do not fit in a cell.
 pub(super) struct Rows {
     table: Table,
     with_smallest: bool,
@@ -250,7 +251,7 @@ impl Rows {
         self.details.extend(shortages::in_words(&format!("{file}, {}", row.policy), outcome));
     }
 
-    /// Says something of a trace below the table.
+    /// Adds details of a trace below the table.
     pub(super) fn explain(&mut self, trace: &str, lines: &[String]) {
         let mut lines = lines.iter();
         self.details.extend(lines.next().map(|line| format!("{}: {line}.", short(trace))));

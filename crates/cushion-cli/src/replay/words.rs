@@ -6,7 +6,8 @@ use cushion_trace::{Difference, Origin, Outcome, Program, RecordedOom, Refusal};
 use crate::args::PolicyArg;
 use crate::trace_files::recorded;
 
-/// What is said of a run that was refused memory, where this replay cannot say whether it fits.
+/// Explains that the recorded run was refused memory, and that this replay cannot say whether it
+/// fits.
 pub(super) fn unanswered(oom: &RecordedOom, origin: Origin, with_smallest: bool) -> Vec<String> {
     let mut lines = vec![recorded::what_happened(oom, origin), recorded::NOTHING_SAID.to_owned()];
     lines.extend(recorded::what_to_do(oom));
@@ -16,37 +17,37 @@ pub(super) fn unanswered(oom: &RecordedOom, origin: Origin, with_smallest: bool)
     lines
 }
 
-/// What a run cannot know, in words.
+/// Returns what a run cannot know.
 pub(super) fn caveats(program: &Program, outcome: &Outcome) -> Vec<String> {
     let mut lines = Vec::new();
     if outcome.hurried_frees > 0 {
         lines.push(format!(
-            "of {} frees that waited for another stream, {} were waited for and used again earlier \
-             than in PyTorch; how long that takes is not known",
+            "of {} frees that waited for another stream, the replay waited for {} earlier than \
+             PyTorch, to reuse their memory; how long that takes is not known",
             outcome.pending_frees, outcome.hurried_frees
         ));
     }
     if program.begins_in_the_middle() && outcome.same_address.is_none() {
         lines.push(
-            "what this policy would have held before the trace begins is not known: its run starts \
-             from the live blocks alone"
+            "the memory that this policy would have held before the trace is not known: its run \
+             starts from the live blocks alone"
                 .to_owned(),
         );
     }
     lines
 }
 
-/// Why `--verify` compared nothing, and what to give for it to compare something.
+/// Says why `--verify` compared nothing, and which argument would help.
 pub(super) fn nothing_compared(program: &Program, asked: PolicyArg) -> String {
     let recorded = program.policy;
     let why = if program.origin != Origin::Torch {
-        "the trace is not PyTorch's, and does not tell how memory was laid out".to_owned()
+        "the trace is not PyTorch's, and has no addresses to compare".to_owned()
     } else if program.allocs == 0 {
         "the trace has no allocation".to_owned()
     } else if !asked.policies().contains(&recorded) {
         format!(
-            "the trace was recorded with {recorded}, and addresses can be compared under that policy \
-             alone; give --policy {recorded}"
+            "the trace was recorded with {recorded}, and addresses can be compared only under that \
+             policy; give --policy {recorded}"
         )
     } else {
         "memory ran out before the first allocation; give a larger --capacity, or none".to_owned()
@@ -54,25 +55,25 @@ pub(super) fn nothing_compared(program: &Program, asked: PolicyArg) -> String {
     format!("not verified: 0 of {} allocations were compared: {why}", program.allocs)
 }
 
-/// How far a run did as PyTorch did, in words.
+/// Says how far a run matches PyTorch.
 pub(super) fn verify(same: u64, program: &Program, outcome: &Outcome) -> Vec<String> {
     let mut lines = vec![format!("{same} of {} allocations at PyTorch's address", program.allocs)];
     let left = program.allocs.saturating_sub(outcome.allocs);
     if left > 0 {
         lines.push(format!(
-            "verified in part: {left} allocations after the end of the replay, where memory ran out, \
-             were not compared"
+            "verified in part: {left} allocations after the replay ran out of memory were not \
+             compared"
         ));
     }
     match outcome.refusals_passed_over {
         0 => {}
         1 => lines.push(
-            "verified in part: a request that PyTorch refused was not compared, which --capacity does"
+            "verified in part: a request that PyTorch refused was not compared; --capacity does so"
                 .to_owned(),
         ),
         refused => lines.push(format!(
-            "verified in part: {refused} requests that PyTorch refused were not compared, which \
-             --capacity does"
+            "verified in part: {refused} requests that PyTorch refused were not compared; \
+             --capacity does so"
         )),
     }
     if let Some(Difference { event, requested, pytorch, ours, .. }) = outcome.difference {
@@ -87,9 +88,9 @@ pub(super) fn verify(same: u64, program: &Program, outcome: &Outcome) -> Vec<Str
             place(ours)
         ));
         let why = if program.begins_in_the_middle() {
-            "the trace begins in the middle of a run: was something before it not rebuilt rightly?"
+            "the trace begins in the middle of a run: was the state before it rebuilt correctly?"
         } else {
-            "were the capacity or the options other than PyTorch's?"
+            "do the capacity or the options differ from PyTorch's?"
         };
         lines.push(why.to_owned());
     }
@@ -101,7 +102,7 @@ pub(super) fn in_words(refusal: &Refusal) -> String {
     let &Refusal { event, requested, live, reserved, largest_free, .. } = refusal;
     let held = format!("{} live and {} reserved", display(live), display(reserved));
     if refusal.at_beginning {
-        return format!("before the first event there were {held}, which does not fit.");
+        return format!("before the first event {held} were held, which does not fit.");
     }
     format!(
         "at event {event} a request of {} was refused, with {held}; the largest free range was {}.",

@@ -25,15 +25,15 @@ function fill(element, attributes, children) {
 
 const KIB = 1024, MIB = 1024 * KIB, GIB = 1024 * MIB;
 
-/** Bytes as the command line writes them. */
+/** Formats bytes as `cushion_core::size::display` does. */
 function bytes(count) {
-  if (count < KIB) return `${count} bytes`;
-  if (count < MIB) return `${(count / KIB).toFixed(2)} KiB`;
-  if (count < GIB) return `${(count / MIB).toFixed(2)} MiB`;
-  return `${(count / GIB).toLocaleString("en-US", { minimumFractionDigits: 2, maximumFractionDigits: 2 })} GiB`;
+  if (count <= KIB) return `${count} bytes`;
+  if (count <= MIB) return `${(count / KIB).toFixed(2)} KiB`;
+  if (count <= GIB) return `${(count / MIB).toFixed(2)} MiB`;
+  return `${(count / GIB).toFixed(2)} GiB`;
 }
 
-/** A size somebody asked for: 24 GiB rather than 24.00 GiB. */
+/** Formats a given size: 24 GiB rather than 24.00 GiB. */
 const asked = (count) => bytes(count).replace(".00 ", " ");
 
 /** Keeps a figure and its unit on one line. */
