@@ -101,7 +101,7 @@ stream_offload.pickle.gz  paged         3577   9.85 GiB  9.85 GiB       9.88 GiB
         let talk = text(&output.stderr);
         assert!(talk.contains("not verified: 0 of 3577 allocations were compared"), "{talk}");
         assert!(talk.contains("recorded with segments") && talk.contains("--policy segments"));
-        assert!(text(&output.stdout).contains("fits"), "the replay itself is told");
+        assert!(text(&output.stdout).contains("fits"), "the replay itself is printed");
         let folder = tempfile::tempdir().unwrap();
         let log = folder.path().join("log.csv");
         let rows =
@@ -120,7 +120,7 @@ stream_offload.pickle.gz  paged         3577   9.85 GiB  9.85 GiB       9.88 GiB
     fn allocations_that_verify_skips_are_counted() {
         let capped = trace("corners/pools_capped");
         let output = cushion(&["replay", &capped, "--verify", "--policy", "segments"]);
-        assert_eq!(output.status.code(), Some(1), "it ran out of memory when it was recorded");
+        assert_eq!(output.status.code(), Some(1), "the recorded run ran out of memory");
         let talk = text(&output.stderr);
         assert!(talk.contains("587 of 587 allocations at PyTorch's address"), "{talk}");
         assert!(
@@ -131,10 +131,7 @@ stream_offload.pickle.gz  paged         3577   9.85 GiB  9.85 GiB       9.88 GiB
         let args = ["replay", &middle, "--verify", "--policy", "segments", "--capacity"];
         let output = cushion(&[&args[..], &["9GiB"]].concat());
         let talk = text(&output.stderr);
-        assert!(
-            talk.contains("allocations after the end of the replay, where memory ran"),
-            "{talk}"
-        );
+        assert!(talk.contains("allocations after the replay ran out of memory"), "{talk}");
         let output = cushion(&[&args[..], &["100MiB"]].concat());
         assert_eq!(output.status.code(), Some(3));
         let talk = text(&output.stderr);
@@ -197,7 +194,7 @@ graphs_serving.pickle.gz  paged         3607   4.14 GiB  4.27 GiB       4.34 GiB
             "{talk}"
         );
         assert!(talk.contains("segments: 6243 of 6243 allocations at PyTorch's address"), "{talk}");
-        assert!(talk.contains("expandable: what this policy would have held"), "{talk}");
+        assert!(talk.contains("expandable: the memory that this policy would have held"), "{talk}");
     }
 
     #[test]
@@ -206,7 +203,7 @@ graphs_serving.pickle.gz  paged         3607   4.14 GiB  4.27 GiB       4.34 GiB
         let output = cushion(&["replay", &trace, "--capacity", "6GiB", "--policy", "segments"]);
         assert_eq!(output.status.code(), Some(0));
         let talk = text(&output.stderr);
-        assert!(talk.contains("used again earlier than in PyTorch"), "{talk}");
+        assert!(talk.contains("earlier than PyTorch, to reuse"), "{talk}");
     }
 
     #[test]
@@ -253,8 +250,8 @@ graphs_serving.pickle.gz  paged         3607   4.14 GiB  4.27 GiB       4.34 GiB
         let told = "\n\
 llama_varlen.capped24.pickle.gz: the recorded run ran out of memory: at event 278444 PyTorch refused \
 a request of 3.79 GiB, with 16.95 GiB live and 22.76 GiB reserved; 116.28 GiB of the device were free.
-    without a limit that request is passed over: that says nothing about the card it ran on
-    more was free than was asked for: the run had a limit, of at least 22.76 GiB and below 26.55 GiB
+    the replay has no limit and skips that request: it says nothing about the card it ran on
+    more was free than requested: the run had a limit, of at least 22.76 GiB and below 26.55 GiB
     to find out what fits it, give that limit, or --capacity 23306MiB, the least it can have been
 ";
         assert!(table.ends_with(told), "{table}");
@@ -297,7 +294,7 @@ a request of 3.79 GiB, with 16.95 GiB live and 22.76 GiB reserved; 116.28 GiB of
         let table = text(&output.stdout);
         for part in [
             "a request of 64.00 MiB, with 30.00 MiB live and 30.00 MiB reserved; 7.00 MiB of the",
-            "give --capacity 37MiB: what the run held and what was free\n",
+            "give --capacity 37MiB: the memory that the run held and that was free\n",
             "on the smallest device that request is served too\n",
         ] {
             assert!(table.contains(part), "{table}");
@@ -321,7 +318,7 @@ a request of 3.79 GiB, with 16.95 GiB live and 22.76 GiB reserved; 116.28 GiB of
         let table = text(&output.stdout);
         for part in [
             "its allocator refused a request of 8.00 GiB, with 1024.00 KiB live.\n",
-            "give what it leaves the allocator, as --capacity 24GiB\n",
+            "give the memory it leaves to the allocator, as --capacity 24GiB\n",
         ] {
             assert!(table.contains(part), "{table}");
         }

@@ -151,7 +151,7 @@ mod tests {
         let addresses = page.matches("http").count();
         let known =
             page.matches("http-equiv").count() + page.matches("http://www.w3.org/2000/svg").count();
-        assert_eq!(addresses, known, "only the name of SVG is an address");
+        assert_eq!(addresses, known, "only SVG's namespace is a URL");
     }
 
     #[test]
@@ -275,7 +275,10 @@ mod tests {
         let mut rects = 0;
         for policy in report["policies"].as_array().unwrap() {
             rects += policy["map"]["rects"]["size"].as_array().unwrap().len();
-            assert!(policy["map"]["merged"].as_u64() > Some(0), "what is merged is said");
+            assert!(
+                policy["map"]["merged"].as_u64() > Some(0),
+                "the number of merged blocks is reported"
+            );
             maps_add_up(&policy["map"]);
             assert!(policy["reserved"]["hi"].as_array().unwrap().len() <= 1500);
         }

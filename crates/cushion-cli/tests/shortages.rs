@@ -156,7 +156,7 @@ mod tests {
         assert_eq!((&run["all"], &run["torn"]), (&301.into(), &1.into()));
         let rows = run["rows"].as_array().unwrap();
         assert_eq!(rows.len(), 50);
-        assert_eq!(rows[0]["outcome"], "refused", "what was refused is always among them");
+        assert_eq!(rows[0]["outcome"], "refused", "a refused shortage is always shown");
         // A file without receipts makes no section, and a message says so.
         fs::write(&path, "\n").unwrap();
         let output = cushion(&["report", &fits, "--receipts", &file, "-o", "-"]);
@@ -206,7 +206,7 @@ mod tests {
         assert_eq!(
             row["remedies"].as_array().map(Vec::len),
             Some(1),
-            "what it says is what it needs"
+            "the message has the needed bytes"
         );
     }
 }

@@ -324,7 +324,7 @@ fn kept(report: &Report) -> Option<String> {
     }
     let rest = report.peak.live - kept;
     Some(format!(
-        "Of what is live at the peak, {} ({}) is still live when the trace ends; {} comes and goes.",
+        "Of the live bytes at the peak, {} ({}) are never freed; {} come and go.",
         display(kept),
         percent(kept, report.peak.live),
         display(rest)
@@ -385,8 +385,8 @@ fn trust(report: &Report) -> (Tone, Option<String>) {
     let (name, all) = (run.policy.name(), thousands(run.allocs));
     if run.allocs == 0 {
         let text = format!(
-            "How well the replay under {name} follows PyTorch is not known: there was no allocation \
-             to compare."
+            "How well the replay under {name} follows PyTorch is not known: there was no \
+             allocation to compare."
         );
         return (Tone::Plain, Some(text));
     }
@@ -634,8 +634,8 @@ mod tests {
             run(Policy::Expandable, false, 21 * GIB, 21 * GIB),
         ];
         let report = Report { capacity: Some(40 * GIB), ..report(all) };
-        let expected = "On a device of 40 GiB the run fits under every policy; expandable needs the \
-                        least, 21.00 GiB.";
+        let expected = "On a device of 40 GiB the run fits under every policy; expandable needs \
+                        the least, 21.00 GiB.";
         assert_eq!(lead(&report), expected);
         assert!(says(&report, "would have saved 6.00 GiB"));
     }
@@ -690,10 +690,10 @@ mod tests {
         assert!(says(&report, "6.00 GiB (25 %) was free, in 57 holes, the largest 3.00 GiB"));
         assert!(says(&report, "2 allocations made in forward (net.py:7) hold 4.00 GiB (40 %)"));
         report.lifetimes.to_the_end.at_peak = 3 * GIB;
-        assert!(says(&report, "3.00 GiB (30 %) is still live when the trace ends"));
+        assert!(says(&report, "3.00 GiB (30 %) are never freed"));
         // Memory from before the trace might be kept as well, so the share is unknown.
         report.trace.begins_in_the_middle = true;
-        assert!(!says(&report, "still live when the trace ends"));
+        assert!(!says(&report, "never freed"));
     }
 
     #[test]

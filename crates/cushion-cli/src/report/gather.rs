@@ -342,28 +342,28 @@ impl Request<'_> {
     /// Returns what is not known, and what is assumed.
     fn notes(&self, runs: &[Run]) -> Vec<String> {
         let mut notes = vec![
-            "Recorded: the requests and frees, and so what is live. Simulated: the policies, and so \
-             what is reserved and at which address. A replay assumes that the program would have \
+            "Recorded: the requests and frees, and so the live memory. Simulated: the policies, and \
+             so the reserved memory and the addresses. A replay assumes that the program would have \
              made the same requests under another policy."
                 .to_owned(),
         ];
         notes.extend(self.program.notes.iter().map(|note| findings::sentence(note)));
         if self.program.begins_in_the_middle() {
             notes.push(
-                "The origin of memory from before the trace is known only if the memory is still live \
-                 at the end, with a recorded stack."
+                "The origin of memory from before the trace is known only if the memory is still \
+                 live at the end, with a recorded stack."
                     .to_owned(),
             );
             notes.push(
-                "What another policy would have held before the trace begins is not known: its replay \
-                 starts from the live blocks alone."
+                "The memory that another policy would have held before the trace is not known: its \
+                 replay starts from the live blocks alone."
                     .to_owned(),
             );
         }
         if self.program.origin != TraceOrigin::Torch {
             notes.push(
-                "The trace is not PyTorch's: it has requests and frees, but not the layout that its \
-                 allocator chose."
+                "The trace is not PyTorch's: it has requests and frees, but not the layout that \
+                 its allocator chose."
                     .to_owned(),
             );
         } else if self.snapshot.stacks.is_empty() {
@@ -376,8 +376,8 @@ impl Request<'_> {
         let floor = self.program.floor_bytes(true);
         if runs.iter().any(|run| run.shown.smallest.is_some_and(|bytes| bytes < floor)) {
             notes.push(
-                "The smallest device can be below the floor: with less memory an allocator waits for \
-                 pending frees earlier than PyTorch did, and then less is live at once."
+                "The smallest device can be below the floor: with less memory an allocator waits \
+                 for pending frees earlier than PyTorch did, and then less is live at once."
                     .to_owned(),
             );
         }
@@ -401,8 +401,8 @@ impl Request<'_> {
             display(CAPACITY_STEP).replace(".00 ", " ")
         ));
         notes.push(format!(
-            "A device here is the memory that the allocator may reserve. The CUDA context and other processes are \
-             not part of it: a card sold as N GB is taken to leave {CARD_SHARE} % of N GiB."
+            "A device here is the memory that the allocator may reserve. The CUDA context and other \
+             processes are not part of it: a card sold as N GB is taken to leave {CARD_SHARE} % of N GiB."
         ));
         notes.push(
             "Driver time is the cost of a replay's driver calls, at the cost of each call \

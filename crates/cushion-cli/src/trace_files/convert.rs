@@ -76,8 +76,8 @@ impl Target {
             None if stem.ends_with(".pickle") || stem.ends_with(".pkl") => FileFormat::Pickle,
             None if stem.ends_with(".json") => FileFormat::Json,
             None => bail!(
-                "unknown output format: the name ends in none of .cushion, .pickle, .pkl and .json; \
-                 give --to cushion, pickle or json"
+                "unknown output format: the name ends in none of .cushion, .pickle, .pkl and \
+                 .json; give --to cushion, pickle or json"
             ),
         };
         // Cushion's own format is compressed already.

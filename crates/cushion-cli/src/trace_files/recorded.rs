@@ -42,8 +42,8 @@ pub(crate) fn what_to_do(oom: &RecordedOom) -> Vec<String> {
     let capacity = capacity(oom.room);
     match oom.room {
         Room::Device(_) => vec![format!(
-            "to find out what fits that card, give --capacity {capacity}: the memory that the run held \
-             and that was free"
+            "to find out what fits that card, give --capacity {capacity}: the memory that the run \
+             held and that was free"
         )],
         Room::Limit { at_least, below } => vec![
             format!(
