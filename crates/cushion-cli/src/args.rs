@@ -179,7 +179,12 @@ pub(crate) struct ReportArgs {
 #[derive(Debug, Args)]
 pub(crate) struct StormArgs {
     /// The number of storms.
-    #[arg(long, value_name = "N", default_value_t = 100, value_parser = value_parser!(u64).range(1..))]
+    #[arg(
+        long,
+        value_name = "N",
+        default_value_t = 100,
+        value_parser = value_parser!(u64).range(1..)
+    )]
     pub(crate) seeds: u64,
 
     /// The first seed; the others follow it.
@@ -187,15 +192,30 @@ pub(crate) struct StormArgs {
     pub(crate) first_seed: u64,
 
     /// Tasks of each storm.
-    #[arg(long, value_name = "N", default_value_t = 12, value_parser = value_parser!(u16).range(1..))]
+    #[arg(
+        long,
+        value_name = "N",
+        default_value_t = 12,
+        value_parser = value_parser!(u16).range(1..)
+    )]
     pub(crate) tasks: u16,
 
     /// The number of tasks that run at the same time.
-    #[arg(long, value_name = "N", default_value_t = 4, value_parser = value_parser!(u16).range(1..))]
+    #[arg(
+        long,
+        value_name = "N",
+        default_value_t = 4,
+        value_parser = value_parser!(u16).range(1..)
+    )]
     pub(crate) at_once: u16,
 
     /// Allocations of each task.
-    #[arg(long, value_name = "N", default_value_t = 50, value_parser = value_parser!(u16).range(1..))]
+    #[arg(
+        long,
+        value_name = "N",
+        default_value_t = 50,
+        value_parser = value_parser!(u16).range(1..)
+    )]
     pub(crate) allocations: u16,
 
     /// The largest task, as 2GiB, 512MiB, or a number of bytes. A number without a unit must be 1
@@ -209,7 +229,12 @@ pub(crate) struct StormArgs {
 
     /// Streams of the device. Each task has its own stream while they last, and sometimes uses
     /// another.
-    #[arg(long, value_name = "N", default_value_t = 4, value_parser = value_parser!(u16).range(1..))]
+    #[arg(
+        long,
+        value_name = "N",
+        default_value_t = 4,
+        value_parser = value_parser!(u16).range(1..)
+    )]
     pub(crate) streams: u16,
 
     /// How memory is laid out and obtained.
@@ -226,7 +251,12 @@ pub(crate) struct StormArgs {
     pub(crate) real_threads: bool,
 
     /// With --real-threads: report a hang if no task makes a step in this many seconds.
-    #[arg(long, value_name = "SECONDS", default_value_t = 30, value_parser = value_parser!(u64).range(1..=86_400))]
+    #[arg(
+        long,
+        value_name = "SECONDS",
+        default_value_t = 30,
+        value_parser = value_parser!(u64).range(1..=86_400)
+    )]
     pub(crate) watchdog: u64,
 
     /// Print one JSON object per line, for each seed, policy and ladder.

@@ -373,6 +373,7 @@ mod tests {
         ]);
     }
 
+    /// One table of cases, long because each case is a line or two.
     #[test]
     fn pickles_that_are_not_snapshots() {
         let block = |items: &[(&str, &[u8])]| {

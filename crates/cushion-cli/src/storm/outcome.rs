@@ -154,8 +154,8 @@ impl Outcome {
         told.map(|(kind, what)| {
             let threads = if *real_threads { " --real-threads" } else { "" };
             format!(
-                "{kind} with --first-seed {seed} --seeds 1 --policy {policy} --ladder {ladder}{threads} \
-                 and this shape: {what}"
+                "{kind} with --first-seed {seed} --seeds 1 --policy {policy} --ladder \
+                 {ladder}{threads} and this shape: {what}"
             )
         })
         .collect()
