@@ -3,6 +3,7 @@
 use std::ffi::OsString;
 use std::path::PathBuf;
 
+use clap::builder::RangedI64ValueParser;
 use clap::{Args, Parser, Subcommand, ValueEnum, value_parser};
 use cushion_core::size::MIB;
 use cushion_core::{Ladder, Options, Policy, parse_bytes};
@@ -192,30 +193,15 @@ pub(crate) struct StormArgs {
     pub(crate) first_seed: u64,
 
     /// Tasks of each storm.
-    #[arg(
-        long,
-        value_name = "N",
-        default_value_t = 12,
-        value_parser = value_parser!(u16).range(1..)
-    )]
+    #[arg(long, value_name = "N", default_value_t = 12, value_parser = positive())]
     pub(crate) tasks: u16,
 
     /// The number of tasks that run at the same time.
-    #[arg(
-        long,
-        value_name = "N",
-        default_value_t = 4,
-        value_parser = value_parser!(u16).range(1..)
-    )]
+    #[arg(long, value_name = "N", default_value_t = 4, value_parser = positive())]
     pub(crate) at_once: u16,
 
     /// Allocations of each task.
-    #[arg(
-        long,
-        value_name = "N",
-        default_value_t = 50,
-        value_parser = value_parser!(u16).range(1..)
-    )]
+    #[arg(long, value_name = "N", default_value_t = 50, value_parser = positive())]
     pub(crate) allocations: u16,
 
     /// The largest task, as 2GiB, 512MiB, or a number of bytes. A number without a unit must be 1
@@ -229,12 +215,7 @@ pub(crate) struct StormArgs {
 
     /// Streams of the device. Each task has its own stream while they last, and sometimes uses
     /// another.
-    #[arg(
-        long,
-        value_name = "N",
-        default_value_t = 4,
-        value_parser = value_parser!(u16).range(1..)
-    )]
+    #[arg(long, value_name = "N", default_value_t = 4, value_parser = positive())]
     pub(crate) streams: u16,
 
     /// How memory is laid out and obtained.
@@ -330,6 +311,11 @@ impl From<LadderArg> for Ladder {
 pub(crate) struct Conf {
     pub(crate) options: Options,
     pub(crate) not_ours: Vec<String>,
+}
+
+/// Parses a count of at least one.
+fn positive() -> RangedI64ValueParser<u16> {
+    value_parser!(u16).range(1..)
 }
 
 /// Parses a size. A small number without a unit is hardly meant as bytes, so it is refused.

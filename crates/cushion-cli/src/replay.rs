@@ -46,26 +46,27 @@ pub(crate) fn run<O: Write, T: Write>(
         save::check(path, &traces)?;
     }
     let mut verdict = Verdict::Fits;
-    let mut told = Told { rows: Rows::new(args.min_capacity), receipts: ReceiptLines::default() };
+    let mut results =
+        Results { rows: Rows::new(args.min_capacity), receipts: ReceiptLines::default() };
     for path in &args.traces {
         // A bad file does not stop the others.
-        let found = one_trace(path, args, ladder, &mut told, streams).unwrap_or_else(|error| {
+        let found = one_trace(path, args, ladder, &mut results, streams).unwrap_or_else(|error| {
             streams.talk(format_args!("{}: {error:#}", path.display()));
             Verdict::BadInput
         });
         verdict = verdict.max(found);
     }
-    for line in told.rows.lines() {
+    for line in results.rows.lines() {
         streams.data(format_args!("{line}"));
     }
     if let Some(path) = &args.receipts {
-        told.receipts.save(path)?;
+        results.receipts.save(path)?;
     }
     Ok(verdict)
 }
 
 /// Output that is written after all traces.
-struct Told {
+struct Results {
     rows: Rows,
     receipts: ReceiptLines,
 }
@@ -74,7 +75,7 @@ fn one_trace<O: Write, T: Write>(
     path: &Path,
     args: &ReplayArgs,
     ladder: Ladder,
-    told: &mut Told,
+    results: &mut Results,
     streams: &mut Streams<O, T>,
 ) -> anyhow::Result<Verdict> {
     let loaded = load(path, args.device, streams)?;
@@ -89,7 +90,7 @@ fn one_trace<O: Write, T: Write>(
                 streams.talk(format_args!("{name}: {line}"));
             }
         } else {
-            told.rows.explain(name, &lines);
+            results.rows.explain(name, &lines);
         }
     }
     let mut compared = 0;
@@ -100,7 +101,7 @@ fn one_trace<O: Write, T: Write>(
             capacity: args.capacity,
             options: options(args, program),
         };
-        let (found, allocs) = one_policy(&loaded, args, &config, told, streams)?;
+        let (found, allocs) = one_policy(&loaded, args, &config, results, streams)?;
         verdict = verdict.max(found);
         compared += allocs;
     }
@@ -118,7 +119,7 @@ fn one_policy<O: Write, T: Write>(
     loaded: &Loaded,
     args: &ReplayArgs,
     config: &ReplayConfig,
-    told: &mut Told,
+    results: &mut Results,
     streams: &mut Streams<O, T>,
 ) -> anyhow::Result<(Verdict, u64)> {
     let Loaded { name, snapshot, device, program } = loaded;
@@ -157,12 +158,12 @@ fn one_policy<O: Write, T: Write>(
         stack: stack.unwrap_or_default(),
     };
     if args.receipts.is_some() {
-        told.receipts.add(name, policy, &outcome)?;
+        results.receipts.add(name, policy, &outcome)?;
     }
     if args.json {
         streams.data(format_args!("{}", serde_json::to_string(&row.json())?));
     } else {
-        told.rows.add(&row);
+        results.rows.add(&row);
     }
     Ok((verdict, compared))
 }

@@ -53,22 +53,22 @@ pub(crate) fn run<O: Write, T: Write>(
     streams: &mut Streams<O, T>,
 ) -> anyhow::Result<Verdict> {
     let plan = Plan::new(args)?;
-    let mut told = Told { rows: Rows::default(), json: args.json, bad: 0 };
+    let mut results = Results { rows: Rows::default(), json: args.json, bad: 0 };
     if args.real_threads {
-        threads::run_all(&plan, Duration::from_secs(args.watchdog), &mut told, streams);
+        threads::run_all(&plan, Duration::from_secs(args.watchdog), &mut results, streams);
     } else {
-        run_all(&plan, &mut told, streams);
+        run_all(&plan, &mut results, streams);
     }
     if !args.json {
-        for line in told.rows.lines() {
+        for line in results.rows.lines() {
             streams.data(format_args!("{line}"));
         }
     }
-    if told.bad > COMPLAINTS {
-        let more = told.bad - COMPLAINTS;
+    if results.bad > COMPLAINTS {
+        let more = results.bad - COMPLAINTS;
         streams.talk(format_args!("and {more} more runs; --json shows all of them"));
     }
-    Ok(if told.bad == 0 { Verdict::Fits } else { Verdict::STORM_LOST })
+    Ok(if results.bad == 0 { Verdict::Fits } else { Verdict::STORM_LOST })
 }
 
 /// What to run.
@@ -112,15 +112,15 @@ impl Plan {
 
 /// The results so far.
 #[derive(Debug)]
-struct Told {
+struct Results {
     rows: Rows,
     json: bool,
     /// Runs that failed a check.
     bad: u64,
 }
 
-impl Told {
-    fn tell<O: Write, T: Write>(&mut self, outcome: &Outcome, streams: &mut Streams<O, T>) {
+impl Results {
+    fn report<O: Write, T: Write>(&mut self, outcome: &Outcome, streams: &mut Streams<O, T>) {
         self.rows.add(outcome);
         if !outcome.is_good() {
             self.bad += 1;
@@ -138,7 +138,7 @@ impl Told {
 }
 
 /// Runs all seeds on virtual time, on all cores, and reports them in order.
-fn run_all<O: Write, T: Write>(plan: &Plan, told: &mut Told, streams: &mut Streams<O, T>) {
+fn run_all<O: Write, T: Write>(plan: &Plan, results: &mut Results, streams: &mut Streams<O, T>) {
     let cores = std::thread::available_parallelism().map_or(1, NonZero::get);
     let next = AtomicU64::new(0);
     let (to, from) = mpsc::channel();
@@ -162,7 +162,7 @@ fn run_all<O: Write, T: Write>(plan: &Plan, told: &mut Told, streams: &mut Strea
         for (index, outcomes) in from {
             early.insert(index, outcomes);
             while let Some(outcomes) = early.remove(&due) {
-                outcomes.iter().for_each(|outcome| told.tell(outcome, streams));
+                outcomes.iter().for_each(|outcome| results.report(outcome, streams));
                 due += 1;
             }
             streams.update(due, Some(plan.seeds));

@@ -78,7 +78,7 @@ fn look(browser: &str, page: &str, width: u32, dark: bool) -> Value {
     let dump = String::from_utf8_lossy(&output.stdout).into_owned();
     let found = between(&dump, "<pre id=\"found\">", "</pre>").filter(|found| !found.is_empty());
     let found = found.unwrap_or_else(|| {
-        panic!("the page told nothing: {dump}\n{}", String::from_utf8_lossy(&output.stderr))
+        panic!("the script posted nothing: {dump}\n{}", String::from_utf8_lossy(&output.stderr))
     });
     serde_json::from_slice(&base64(found)).expect("what was found is JSON")
 }
@@ -179,7 +179,7 @@ fn traces(browser: &str) {
         let told = list(&report["shortages"])
             .iter()
             .all(|run| text.replace('\u{a0}', " ").contains(run["told"].as_str().expect("words")));
-        assert!(told, "{name}: every shortage is told of");
+        assert!(told, "{name}: every shortage is listed");
         let has_section = text.contains("Shortages\n");
         assert_eq!(has_section, !list(&report["shortages"]).is_empty(), "{name}");
         let lead = found["lead"].as_str().expect("a lead").replace('\u{a0}', " ");

@@ -85,7 +85,7 @@ mod tests {
         let is_root = File::create(here.join("locked/probe")).is_ok();
         for (place, expected) in [
             ("no/such/out.cushion", "there is no folder no/such"),
-            ("bad/out.cushion", "bad is no folder"),
+            ("bad/out.cushion", "bad is not a folder"),
             ("sub.cushion", "it is a folder: name a file in it"),
             ("locked/out.cushion", "no file can be made in the folder"),
         ] {

@@ -335,7 +335,7 @@ impl Api {
         check(unsafe { (self.cuMemUnmap)(address, size(bytes)?) })
     }
 
-    // ---- what is in memory ----
+    // ---- content of memory ----
     //
     // CUDA gives registered host memory the same kind of address as device memory, so a wrong
     // number could reach memory of the process. The caller guarantees that it does not.

@@ -73,7 +73,7 @@ mod tests {
         });
     }
 
-    // ---- what is in memory ----
+    // ---- content of memory ----
 
     #[test]
     fn bytes_round_trip() {
@@ -106,7 +106,7 @@ mod tests {
         });
     }
 
-    // ---- where there is no device ----
+    // ---- missing devices ----
 
     #[test]
     fn a_library_that_cannot_be_loaded_is_reported() {

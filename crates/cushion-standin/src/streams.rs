@@ -8,7 +8,7 @@ use cushion_core::Driver;
 use cushion_core::driver::{EventId, NodeId};
 
 use crate::out::Out;
-use crate::world::{World, tagged, told};
+use crate::world::{World, code_of, tagged};
 use crate::{CAPTURE_IMPLICIT, INVALID_HANDLE, INVALID_VALUE, NOT_READY, driver_calls};
 
 type Stream = *mut ();
@@ -52,7 +52,7 @@ driver_calls! {
     fn cuStreamSynchronize(stream: Stream) |world| {
         world.current_outside_capture()?;
         let (device, stream) = world.stream(stream)?;
-        told(world.devices[device].sim.stream_synchronize(stream))
+        code_of(world.devices[device].sim.stream_synchronize(stream))
     }
 
     fn cuStreamGetCaptureInfo_v2(
@@ -72,7 +72,7 @@ driver_calls! {
             Some(_) => return Err(CAPTURE_IMPLICIT),
             None => {}
         }
-        let Some(capture) = told(world.devices[device].sim.capture(stream))? else {
+        let Some(capture) = code_of(world.devices[device].sim.capture(stream))? else {
             return status.give(0);
         };
         status.give(ACTIVE)?;
@@ -88,7 +88,7 @@ driver_calls! {
 
     fn cuGraphNodeGetDependencies(node: Node, nodes: Out<Node>, length: Out<usize>) |world| {
         let (device, node) = world.untag(node.addr() as u64)?;
-        let follows = told(world.devices[device].sim.dependencies(NodeId(node)))?;
+        let follows = code_of(world.devices[device].sim.dependencies(NodeId(node)))?;
         let mut follows: Vec<Node> =
             follows.iter().map(|node| pointer(tagged(device, node.0))).collect();
         if !nodes.is_null() {
@@ -103,13 +103,13 @@ driver_calls! {
         if out.is_null() {
             return Err(INVALID_VALUE);
         }
-        let event = told(world.devices[device].sim.event_create())?;
+        let event = code_of(world.devices[device].sim.event_create())?;
         out.give(pointer(tagged(device, event.0)))
     }
 
     fn cuEventDestroy_v2(event: Event) |world| {
         let (device, event) = self::event(world, event)?;
-        told(world.devices[device].sim.event_destroy(event))
+        code_of(world.devices[device].sim.event_destroy(event))
     }
 
     fn cuEventRecord(event: Event, stream: Stream) |world| {
@@ -118,13 +118,13 @@ driver_calls! {
         if owner != device {
             return Err(INVALID_HANDLE);
         }
-        told(world.devices[device].sim.event_record(event, stream))
+        code_of(world.devices[device].sim.event_record(event, stream))
     }
 
     fn cuEventQuery(event: Event) |world| {
         world.current_outside_capture()?;
         let (device, event) = self::event(world, event)?;
-        match told(world.devices[device].sim.event_query(event))? {
+        match code_of(world.devices[device].sim.event_query(event))? {
             true => Ok(()),
             false => Err(NOT_READY),
         }
@@ -133,6 +133,6 @@ driver_calls! {
     fn cuEventSynchronize(event: Event) |world| {
         world.current_outside_capture()?;
         let (device, event) = self::event(world, event)?;
-        told(world.devices[device].sim.event_synchronize(event))
+        code_of(world.devices[device].sim.event_synchronize(event))
     }
 }

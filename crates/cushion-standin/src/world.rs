@@ -270,7 +270,7 @@ pub(crate) fn tagged(device: usize, number: u64) -> u64 {
 }
 
 /// Returns CUDA's code for a simulated device's error.
-pub(crate) fn told<T>(result: DriverResult<T>) -> Result<T, c_int> {
+pub(crate) fn code_of<T>(result: DriverResult<T>) -> Result<T, c_int> {
     result.map_err(|error| match error.fault {
         Fault::OutOfMemory => OUT_OF_MEMORY,
         Fault::Failed(code) => code,

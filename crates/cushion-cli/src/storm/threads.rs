@@ -21,7 +21,7 @@ use super::outcome::{Ended, Outcome, Ran, Which};
 use super::script::{Script, Shape, Storm};
 use super::task::{Fates, Player, Surroundings};
 use super::world::{Setting, World};
-use super::{Plan, Told, most_restarts, runs_alone};
+use super::{Plan, Results, most_restarts, runs_alone};
 use crate::output::Streams;
 
 /// The longest wait of a request.
@@ -61,7 +61,7 @@ fn pause(clock: &dyn Clock, until: Duration) {
 pub(crate) fn run_all<O: Write, T: Write>(
     plan: &Plan,
     watchdog: Duration,
-    told: &mut Told,
+    results: &mut Results,
     streams: &mut Streams<O, T>,
 ) {
     streams.begin("storm");
@@ -84,7 +84,7 @@ pub(crate) fn run_all<O: Write, T: Write>(
                 let ran = run(setting, &plan.shape, &storm, &alone, watchdog);
                 let hangs = matches!(ran.ended, Ended::Hang(_));
                 let which = Which { seed, policy, ladder, real_threads: true, device };
-                told.tell(&Outcome::new(which, ran, &alone), streams);
+                results.report(&Outcome::new(which, ran, &alone), streams);
                 if hangs {
                     streams
                         .talk(format_args!("stopped after the hang: its threads cannot be ended"));
