@@ -1,4 +1,4 @@
-//! What each fuzz target does with its bytes: shared by the targets and by a short run of them in
+//! The bodies of the fuzz targets: shared by the targets and by a short run of them in
 //! `crates/cushion-trace/tests/fuzz.rs`.
 
 use cushion_trace::{Limits, Program, read, read_receipts};
@@ -7,10 +7,10 @@ use cushion_trace::{Limits, Program, read, read_receipts};
 #[allow(dead_code, reason = "a target knows its own name")]
 pub(crate) const TARGETS: [&str; 6] = ["pickle", "json", "rmm", "own", "open", "receipts"];
 
-/// Small enough that a finding is a fault of the reader and not of the machine.
+/// Small enough that a failure is the reader's and not the machine's.
 const LIMITS: Limits = Limits { unpacked_bytes: 4 << 20, memory_bytes: 32 << 20 };
 
-/// Traces of more events are only read.
+/// Traces of more events are read but not replayed.
 const MAX_EVENTS: usize = 20_000;
 
 /// Runs one target.
@@ -18,7 +18,7 @@ pub(crate) fn run(target: &str, bytes: &[u8]) {
     if target == "receipts" {
         return receipts(bytes);
     }
-    // A reader's own target gets every input, whatever the first bytes look like.
+    // A reader's own target gets every input, whatever its first bytes.
     let start: &[u8] = match target {
         "pickle" if bytes.first() != Some(&0x80) => b"\x80\x04",
         "json" if !matches!(bytes.first(), Some(b'{' | b'[')) => b"{",

@@ -1,19 +1,19 @@
-//! A line of progress on standard error, for work that takes a while, on a terminal only.
+//! A progress line on standard error, if that is a terminal.
 
 use std::io::{self, IsTerminal as _, Write};
 use std::time::{Duration, Instant};
 
-/// Work that is done sooner shows nothing.
+/// Work that ends sooner shows no progress line.
 const PATIENCE: Duration = Duration::from_millis(400);
-/// The line is drawn no more often.
+/// The shortest time between two updates.
 const PACE: Duration = Duration::from_millis(100);
 /// Cells of the bar.
 const CELLS: usize = 30;
 
-/// The progress of one piece of work after the other.
+/// The progress of one task after the other.
 #[derive(Debug)]
 pub(crate) struct Progress {
-    /// Whether anybody looks.
+    /// Whether the line is shown.
     on: bool,
     what: String,
     began: Option<Instant>,
@@ -21,7 +21,7 @@ pub(crate) struct Progress {
 }
 
 impl Progress {
-    /// For standard error, if it is a terminal that can move back in its line.
+    /// Shows progress on standard error if it is a terminal that can rewrite a line.
     pub(crate) fn on_terminal() -> Self {
         Self { on: io::stderr().is_terminal(), what: String::new(), began: None, drawn: None }
     }
@@ -30,7 +30,7 @@ impl Progress {
         self.on
     }
 
-    /// The next piece of work begins.
+    /// Starts the next task.
     pub(crate) fn begin(&mut self, what: impl Into<String>, talk: &mut impl Write) {
         self.clear(talk);
         if self.on {
@@ -39,20 +39,20 @@ impl Progress {
         }
     }
 
-    /// So much of it is done.
+    /// Updates the line.
     pub(crate) fn update(&mut self, done: u64, total: Option<u64>, talk: &mut impl Write) {
         let (true, Some(began)) = (self.on, self.began) else { return };
         let now = now();
         let waited = self.drawn.map_or(now - began >= PATIENCE, |drawn| now - drawn >= PACE);
         if waited {
-            // If nobody can see it, nothing is lost.
+            // A failed write loses nothing.
             let _ = write!(talk, "\r\x1b[K{}", line(&self.what, done, total));
             let _ = talk.flush();
             self.drawn = Some(now);
         }
     }
 
-    /// Takes the line away.
+    /// Removes the line.
     pub(crate) fn clear(&mut self, talk: &mut impl Write) {
         if self.drawn.take().is_some() {
             let _ = write!(talk, "\r\x1b[K");
@@ -91,7 +91,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_drawn_where_nobody_looks_or_waits() {
+    fn nothing_is_drawn_without_a_terminal_or_for_short_work() {
         let mut talk = Vec::new();
         for on in [false, true] {
             let mut progress = Progress { on, what: String::new(), began: None, drawn: None };

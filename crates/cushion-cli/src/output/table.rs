@@ -1,15 +1,15 @@
-//! Tables for people: columns as wide as their widest cell, readable without colour.
+//! Text tables: columns as wide as their widest cell, readable without colour.
 
-/// On which side of its column a cell lies.
+/// The alignment of a column.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Align {
-    /// Names.
+    /// For names.
     Left,
-    /// Figures.
+    /// For figures.
     Right,
 }
 
-/// A table in the making.
+/// A table under construction.
 #[derive(Debug)]
 pub(crate) struct Table {
     columns: Vec<(&'static str, Align)>,
@@ -21,13 +21,13 @@ impl Table {
         Self { columns, rows: Vec::new() }
     }
 
-    /// Adds a row, a cell for each column.
+    /// Adds a row, with a cell for each column.
     pub(crate) fn add(&mut self, row: Vec<String>) {
         debug_assert_eq!(row.len(), self.columns.len(), "a cell for each column");
         self.rows.push(row);
     }
 
-    /// The head and the rows; nothing where there are none.
+    /// Returns the header and the rows; empty if there are no rows.
     pub(crate) fn lines(&self) -> Vec<String> {
         if self.rows.is_empty() {
             return Vec::new();

@@ -1,4 +1,4 @@
-//! From a path on the command line to a program: what every command that takes a trace does first.
+//! Reads a trace from a path on the command line and builds its program.
 
 use std::io::{self, Write};
 use std::path::Path;
@@ -6,7 +6,7 @@ use std::path::Path;
 use anyhow::{Context as _, bail};
 use cushion_trace::{Limits, Origin, Program, Snapshot, open_with, read_with};
 
-use crate::Streams;
+use crate::output::Streams;
 
 /// A trace, and the program of one of its devices.
 pub(crate) struct Loaded {
@@ -17,8 +17,8 @@ pub(crate) struct Loaded {
     pub(crate) program: Program,
 }
 
-/// Reads the trace at `path` (`-` is standard input) and works out the program of the device asked
-/// for, or of the one with the most events.
+/// Reads the trace at `path` (`-` is standard input) and builds the program of the given device, or
+/// of the one with the most events.
 pub(crate) fn load<O: Write, T: Write>(
     path: &Path,
     device: Option<usize>,
@@ -83,7 +83,7 @@ pub(crate) fn read_trace<O: Write, T: Write>(
     Ok((snapshot?, bytes))
 }
 
-/// The last part of a path, for tables and progress.
+/// Returns the file name of a path, for tables and progress.
 pub(crate) fn short(name: &str) -> String {
     let file = Path::new(name).file_name().unwrap_or(name.as_ref());
     file.to_string_lossy().into_owned()

@@ -1,7 +1,7 @@
-//! Writing a file, so that nobody ever sees half of it: beside its place first, then moved there.
+//! Writes a file atomically: to a temporary file in the same folder, which is then renamed.
 //!
-//! Where it goes is looked at before the work begins: work whose result cannot be written is in vain, and
-//! a result over one of its own inputs destroys what cannot be made again.
+//! The path is checked before the work begins: a result that cannot be written is useless, and a
+//! result that overwrites an input destroys it.
 
 use std::fs::{self, File, Metadata};
 use std::io;
@@ -11,10 +11,10 @@ use std::path::Path;
 
 use anyhow::{Context as _, bail};
 
-/// What stands for standard input or output.
+/// The argument for standard input or output.
 pub(crate) const STANDARD: &str = "-";
 
-/// Looks whether a file can be written at `path` that is none of `inputs`; nothing is left there.
+/// Checks that a file can be written at `path` and is not one of `inputs`. Leaves no file there.
 pub(crate) fn check(path: &Path, inputs: &[&Path]) -> anyhow::Result<()> {
     look(path, inputs).with_context(|| cannot(path))
 }
@@ -25,10 +25,10 @@ fn look(path: &Path, inputs: &[&Path]) -> anyhow::Result<()> {
             bail!("it is a folder: name a file in it");
         }
         if !there.is_file() {
-            return Ok(()); // A device or a pipe: to open it is to begin.
+            return Ok(()); // A device or a pipe: opening it would already use it.
         }
         for input in inputs {
-            // One that is not there, or cannot be looked at, is told of when it is read.
+            // An input that is missing or unreadable is reported when it is read.
             if of_input(input).is_ok_and(|input| is_same(&input, &there)) {
                 bail!(
                     "it is the same file as the input {}, which would be lost: name another file",
@@ -39,9 +39,9 @@ fn look(path: &Path, inputs: &[&Path]) -> anyhow::Result<()> {
     }
     let place = fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
     let folder = folder_of(&place)?;
-    // What the system allows is asked by doing it: the file has no name, and is gone at once.
+    // The only reliable check is to create a file: it has no name, and is removed at once.
     tempfile::tempfile_in(folder)
-        .with_context(|| format!("no file can be made in the folder {}", folder.display()))?;
+        .with_context(|| format!("no file can be created in the folder {}", folder.display()))?;
     Ok(())
 }
 
@@ -52,7 +52,7 @@ fn of_input(path: &Path) -> io::Result<Metadata> {
     fs::metadata(path)
 }
 
-/// Whether two paths, links followed, lead to one file.
+/// Returns whether two paths, with links resolved, are one file.
 fn is_same(one: &Metadata, other: &Metadata) -> bool {
     (one.dev(), one.ino()) == (other.dev(), other.ino())
 }
@@ -64,7 +64,7 @@ fn folder_of(place: &Path) -> anyhow::Result<&Path> {
     };
     match fs::metadata(folder) {
         Ok(there) if there.is_dir() => Ok(folder),
-        Ok(_) => bail!("{} is no folder", folder.display()),
+        Ok(_) => bail!("{} is not a folder", folder.display()),
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
             bail!("there is no folder {}", folder.display())
         }
@@ -85,7 +85,7 @@ pub(crate) fn save<R>(
 }
 
 fn put<R>(path: &Path, write: impl FnOnce(&mut File) -> io::Result<R>) -> anyhow::Result<R> {
-    // A link stays a link: what it points to is replaced.
+    // A link stays a link: its target is replaced.
     let place = fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
     if fs::metadata(&place).is_ok_and(|what| !what.is_file()) {
         // A device or a pipe is written to, not replaced; a folder is an error.
@@ -96,7 +96,7 @@ fn put<R>(path: &Path, write: impl FnOnce(&mut File) -> io::Result<R>) -> anyhow
     builder.prefix(".cushion-");
     {
         use std::os::unix::fs::PermissionsExt as _;
-        // Those of any new file: the umask takes away what it does elsewhere.
+        // The permissions of any new file: the umask reduces them.
         builder.permissions(fs::Permissions::from_mode(0o666));
     }
     let mut file = builder.tempfile_in(folder)?;
@@ -126,14 +126,14 @@ mod tests {
         });
         assert!(failed.is_err());
         assert_eq!(fs::read(&path).unwrap(), b"two");
-        // A folder of that name is in the way: no draft is left behind.
+        // A folder has that name: no temporary file is left behind.
         fs::create_dir(folder.path().join("b.html")).unwrap();
         assert!(put(&folder.path().join("b.html"), b"x").is_err());
         assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 2);
     }
 
     #[test]
-    fn a_place_is_looked_at_before_it_is_written_to() {
+    fn a_path_is_checked_before_it_is_written() {
         let folder = tempfile::tempdir().unwrap();
         let at = |name: &str| folder.path().join(name);
         fs::write(at("input"), b"precious").unwrap();
@@ -149,12 +149,12 @@ mod tests {
         check(Path::new("/dev/null"), &[Path::new("/dev/null")]).unwrap();
         for (path, expected) in [
             (at("no/such"), "there is no folder"),
-            (at("input/below"), "is no folder"),
+            (at("input/below"), "is not a folder"),
             (folder.path().to_owned(), "it is a folder: name a file in it"),
         ] {
             let told = format!("{:#}", check(&path, &[&input]).unwrap_err());
             assert!(told.starts_with("cannot write ") && told.contains(expected), "{told}");
         }
-        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 3, "nothing is left");
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 3, "no file is left");
     }
 }

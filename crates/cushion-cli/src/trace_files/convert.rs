@@ -1,4 +1,4 @@
-//! `cushion convert`: a trace in another format.
+//! `cushion convert`: writes a trace in another format.
 //!
 //! The output appears whole or not at all.
 
@@ -11,10 +11,11 @@ use cushion_trace::{FileFormat, Snapshot, Written, write_snapshot};
 use flate2::Compression;
 use flate2::write::GzEncoder;
 
+use crate::Verdict;
 use crate::args::{ConvertArgs, FormatArg};
-use crate::load::read_trace;
-use crate::save::{self, STANDARD, save};
-use crate::{Streams, Verdict};
+use crate::output::Streams;
+use crate::trace_files::load::read_trace;
+use crate::trace_files::save::{self, STANDARD, save};
 
 /// Runs the command.
 pub(crate) fn run<O: Write, T: Write>(
@@ -32,7 +33,7 @@ pub(crate) fn run<O: Write, T: Write>(
         match target.write(&snapshot, &mut streams.out) {
             Ok(done) => done,
             Err(error) => {
-                // Told, or passed over, where all data goes out.
+                // `run` in lib.rs reports the error, or ignores it for a closed pipe.
                 streams.failed = Some(error);
                 return Ok(Verdict::Fits);
             }
@@ -52,7 +53,7 @@ fn name(path: &Path) -> String {
     path.display().to_string()
 }
 
-/// What is written.
+/// The format of the output.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Target {
     format: FileFormat,
@@ -60,7 +61,7 @@ struct Target {
 }
 
 impl Target {
-    /// What the arguments ask for, or the name of the output says.
+    /// Returns the format that the arguments or the name of the output select.
     fn of(args: &ConvertArgs) -> anyhow::Result<Self> {
         let lower = name(&args.output).to_ascii_lowercase();
         let (stem, gzip) = match lower.strip_suffix(".gz") {
@@ -75,15 +76,15 @@ impl Target {
             None if stem.ends_with(".pickle") || stem.ends_with(".pkl") => FileFormat::Pickle,
             None if stem.ends_with(".json") => FileFormat::Json,
             None => bail!(
-                "what to write? The output's name ends in none of .cushion, .pickle, .pkl and \
-                 .json: give --to cushion, pickle or json"
+                "unknown output format: the name ends in none of .cushion, .pickle, .pkl and \
+                 .json; give --to cushion, pickle or json"
             ),
         };
-        // Cushion's own trace has its gzip inside.
+        // Cushion's own format is compressed already.
         Ok(Self { format, gzip: gzip && format != FileFormat::Cushion })
     }
 
-    /// Writes it; with the count of bytes that went out.
+    /// Writes the trace, and returns the number of bytes written.
     fn write(self, snapshot: &Snapshot, out: impl Write) -> io::Result<(Written, u64)> {
         let mut out = Counted { inner: out, bytes: 0 };
         let written = if self.gzip {
@@ -116,23 +117,23 @@ fn tell<O: Write, T: Write>(
     ));
     if written.segments_made_up > 0 {
         streams.talk(format_args!(
-            "the trace has no segments: each of {} allocations got one of its own",
+            "the trace has no segments: each of {} allocations got its own segment",
             written.segments_made_up
         ));
     }
     if written.left_out > 0 {
         streams.talk(format_args!(
-            "left out {} events that PyTorch's viewer could not go back beyond; a .cushion file \
+            "left out {} events that PyTorch's viewer cannot step back over; a .cushion file \
              keeps them",
             written.left_out
         ));
     }
     for found in &written.inconsistencies {
-        streams.talk(format_args!("the last such: {found}"));
+        streams.talk(format_args!("the last of them: {found}"));
     }
 }
 
-/// Counts the bytes that pass.
+/// Counts the bytes written.
 struct Counted<I> {
     inner: I,
     bytes: u64,

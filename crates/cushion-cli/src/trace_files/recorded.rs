@@ -1,12 +1,12 @@
-//! What is said of a recorded run that itself ran out of memory, where no capacity is given.
+//! Messages about a recorded run that ran out of memory itself, when no capacity is given.
 //!
-//! Such a replay has no limit: that it passes says nothing about the card on which the run was refused
-//! memory. So that is said first, with the figures of that moment, and how to find out.
+//! Such a replay has no limit, so its success says nothing about the card that refused the run. The
+//! messages say so first, with the figures of that moment, and say which capacity to give.
 
 use cushion_core::size::{MIB, display};
 use cushion_trace::{Origin, RecordedOom, Room};
 
-/// What happened, without a capital and a full stop.
+/// Says what happened, without a capital and a full stop.
 pub(crate) fn what_happened(oom: &RecordedOom, origin: Origin) -> String {
     let who = if origin == Origin::Torch { "PyTorch" } else { "its allocator" };
     let more = match oom.count {
@@ -21,7 +21,7 @@ pub(crate) fn what_happened(oom: &RecordedOom, origin: Origin) -> String {
     )
 }
 
-/// What was held and free at that moment, as far as it is known.
+/// Says how much was live, reserved and free at that moment, as far as it is known.
 pub(crate) fn held(live: u64, reserved: Option<u64>, device_free: Option<u64>) -> String {
     let mut text = format!("with {} live", display(live));
     if let Some(reserved) = reserved {
@@ -33,37 +33,37 @@ pub(crate) fn held(live: u64, reserved: Option<u64>, device_free: Option<u64>) -
     text
 }
 
-/// What a replay without a limit is worth then.
+/// What a replay without a limit proves.
 pub(crate) const NOTHING_SAID: &str =
-    "without a limit that request is passed over: that says nothing about the card it ran on";
+    "the replay has no limit and skips that request: it says nothing about the card it ran on";
 
-/// How to find out: which capacity to give.
+/// Says which capacity to give.
 pub(crate) fn what_to_do(oom: &RecordedOom) -> Vec<String> {
     let capacity = capacity(oom.room);
     match oom.room {
         Room::Device(_) => vec![format!(
-            "to find out what fits that card, give --capacity {capacity}: what the run held and what \
-             was free"
+            "to find out what fits that card, give --capacity {capacity}: the memory that the run \
+             held and that was free"
         )],
         Room::Limit { at_least, below } => vec![
             format!(
-                "more was free than was asked for: the run had a limit, of at least {} and below {}",
+                "more was free than requested: the run had a limit, of at least {} and below {}",
                 display(at_least),
                 display(below)
             ),
             format!(
-                "to find out what fits it, give that limit, or --capacity {capacity}, the least it can \
-                 have been"
+                "to find out what fits it, give that limit, or --capacity {capacity}, the least it \
+                 can have been"
             ),
         ],
         _ => vec![format!(
-            "to find out what fits that card, give what it leaves the allocator, as --capacity \
-             {capacity}"
+            "to find out what fits that card, give the memory it leaves to the allocator, as \
+             --capacity {capacity}"
         )],
     }
 }
 
-/// A capacity to type: rounded to whole MiB, without letting the refused request in.
+/// Returns a capacity to type: rounded to whole MiB, but still too small for the refused request.
 fn capacity(room: Room) -> String {
     match room {
         Room::Device(bytes) if bytes >= MIB => format!("{}MiB", bytes / MIB),
