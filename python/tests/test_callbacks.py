@@ -270,7 +270,7 @@ class Callbacks(Simulated):
             self.assertEqual(self.cushion.receipts()[-1].survived_by, "spill")
             if len(called) == before:
                 break
-        self.assertIn("Python's lock was not to be had", self.cushion.receipts()[-1].answers[0].failed)
+        self.assertIn("Python's lock was not free", self.cushion.receipts()[-1].answers[0].failed)
 
 
 class LastCall(Simulated):

@@ -8,6 +8,7 @@ import contextlib
 import gc
 import json
 import os
+import pickle
 import tempfile
 import threading
 import unittest
@@ -32,22 +33,60 @@ class Receipts(Simulated):
         self.assertIn("refused", str(receipt))
         self.assertEqual(receipt.as_dict()["shortage"]["device_total"], GIB)
         self.assertEqual(self.cushion.receipt_of(error), receipt)
+        # The number alone does not find it.
         here = os.getpid()
         for other in (
             "1",
+            f"1 on GPU 0 of process {here}.",
             f"9 on GPU 0 of process {here}.",
             f"1 on GPU 77 of process {here}.",
             "1 on GPU 0 of process 1.",
         ):
             self.assertIsNone(self.cushion.receipt_of(ValueError(f"Cushion's receipt: {other}")))
+        self.assertIsNone(self.cushion.receipt_of(ValueError("not \udc80 UTF-8")))
+        self.assertIsNone(self.cushion.receipt_of(ValueError()))
 
-    def test_so_many_are_kept(self) -> None:
+    def test_of_refusals_that_differ_in_the_number_alone(self) -> None:
+        self.fill()
+        errors = [self.refused() for _ in range(12)]
+        texts = [str(error) for error in errors]
+        self.assertEqual(len({text.replace(f"receipt: {n} on", "receipt: on") for n, text in enumerate(texts, 1)}), 1)
+        self.assertEqual([it.receipt.number for it in errors], list(range(1, 13)))
+        # Others find it by the text, as PyTorch's exceptions do, whatever stands around it.
+        for shape in ("{}", "{}\nException raised from here (most recent call first):", "Caught it in a thread.\n{}\n"):
+            others = [RuntimeError(shape.format(text)) for text in texts]
+            self.assertEqual([self.cushion.receipt_of(it) for it in others], [it.receipt for it in errors])
+
+    def test_of_an_exception_that_was_found_by_its_text(self) -> None:
+        self.fill()
+        other = RuntimeError(str(self.refused()))
+        receipt = self.cushion.receipt_of(other)
+        # Found once, it stays with the exception.
+        for _ in range(300):
+            self.refused()
+        self.assertEqual(self.cushion.receipt_of(other), receipt)
+        self.assertIsNone(self.cushion.receipt_of(RuntimeError(str(other))))
+        self.assertEqual(self.cushion.receipt_of(pickle.loads(pickle.dumps(other))), receipt)
+
+    def test_of_an_exception_in_a_child_made_by_fork(self) -> None:
+        self.fill()
+        error = self.refused()
+        child = os.fork()
+        if child == 0:
+            ours = error.receipt is not None
+            theirs = self.cushion.receipt_of(RuntimeError(str(error))) is not None
+            os._exit(0 if (ours, theirs) == (True, False) else 3)
+        self.assertEqual(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), 0)
+
+    def test_how_many_are_kept(self) -> None:
         self.fill()
         self.cushion.keep_receipts(3)
-        errors = [self.refused() for _ in range(5)]
-        self.assertEqual([it.number for it in self.cushion.receipts()], [3, 4, 5])
-        self.assertIsNone(errors[0].receipt)
-        self.assertEqual(errors[4].receipt.number, 5)
+        errors = [self.refused() for _ in range(20)]
+        self.assertEqual([it.number for it in self.cushion.receipts()], [18, 19, 20])
+        # Exceptions of the engine itself carry theirs; 16 more are found by their text.
+        self.assertEqual([it.receipt.number for it in errors], list(range(1, 21)))
+        found = [self.cushion.receipt_of(RuntimeError(str(it))) for it in errors]
+        self.assertEqual([it and it.number for it in found], [None] * 4 + list(range(5, 21)))
         with self.assertRaises(ValueError):
             self.cushion.keep_receipts(1 << 40)
 
@@ -63,7 +102,7 @@ class Receipts(Simulated):
         self.assertRegex(group.stack[0], r"test_shortage\.py:\d+ makes_the_large_one$")
         self.assertRegex(error.receipt.stack[0], r"simulated\.py:\d+ refused$")
         self.assertRegex(str(error), r"900\.00 MiB in 1 allocation of 900\.00 MiB, made at .*makes_the_large_one from ")
-        self.assertNotIn("names the lines", str(error))
+        self.assertNotIn("which lines made them", str(error))
 
     def test_the_log_has_one_warning_for_each_shortage(self) -> None:
         self.cushion.on_shortage(lambda *_: 1 // 0)
@@ -133,10 +172,10 @@ class Budgets(Simulated):
             error = self.refused()
         off = [it.rung for it in error.receipt.tried if it.ended == "off"]
         self.assertEqual((off, called), (["callbacks", "wait"], []))
-        self.assertIn("maybe enough: callbacks, wait", str(error))
+        self.assertIn("may be enough: callbacks, wait", str(error))
         # Not for what can never fit.
         with self.cushion.budget(skip=["callbacks"]):
-            self.assertNotIn("maybe enough", str(self.refused(2 * GIB)))
+            self.assertNotIn("may be enough", str(self.refused(2 * GIB)))
         self.refused()
         self.assertEqual(called, [1])
 
@@ -196,7 +235,7 @@ class Injected(Simulated):
         self.engine.allocate(MIB)
         error = self.refused(MIB)
         self.assertTrue(error.receipt.injected)
-        self.assertIn("made up", str(error))
+        self.assertIn("was injected", str(error))
         self.engine.allocate(MIB)
         with self.cushion.inject("over=10MiB"):
             self.engine.allocate(MIB)

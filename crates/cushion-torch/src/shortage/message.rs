@@ -55,8 +55,8 @@ pub(super) fn message(
 fn as_pytorch(device: i64, shortage: &Shortage) -> String {
     let Shortage { device_total, allowed, reserved, allocated, private_free, .. } = *shortage;
     let mut text = format!(
-        "CUDA out of memory. Tried to allocate {}. GPU {device} has a total capacity of {} of which \
-         {} is free. ",
+        "CUDA out of memory. Tried to allocate {}. GPU {device} has a total capacity of {} of \
+         which {} is free. ",
         display(shortage.wanted),
         display(device_total),
         shortage

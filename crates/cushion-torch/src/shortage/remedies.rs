@@ -49,8 +49,8 @@ pub(super) fn remedies(shortage: &Shortage, options: &Options, program: Program)
     for remedy in shortage.remedies() {
         match remedy {
             Remedy::Policy(Policy::Expandable) => all.push(format!(
-                "Enough memory is cached, but not in one block: {}CUSHION_POLICY=expandable can use \
-                 it.",
+                "Enough memory is cached, but not in one block: {}CUSHION_POLICY=expandable can \
+                 use it.",
                 if program.is_pytorch { "cushion.install(policy=\"expandable\") or " } else { "" },
             )),
             Remedy::Pending(bytes) => {
@@ -172,8 +172,8 @@ fn skipped_rungs(shortage: &Shortage) -> Option<String> {
     let names: Vec<_> = shortage.tried.iter().filter(off).map(|tried| tried.rung.name()).collect();
     (!names.is_empty()).then(|| {
         format!(
-            "These rungs were skipped by skip_rungs or by skip of cushion.budget, and may be enough: \
-             {}.",
+            "These rungs were skipped by skip_rungs or by skip of cushion.budget, and may be \
+             enough: {}.",
             names.join(", ")
         )
     })
