@@ -1,4 +1,4 @@
-"""Receipts, budgets, made-up failures and futures, on simulated devices: no PyTorch, no GPU."""
+"""Receipts, budgets, injected failures and futures, on simulated devices: no PyTorch, no GPU."""
 
 from __future__ import annotations
 
@@ -146,14 +146,14 @@ class ReceiptFile(unittest.TestCase):
             self.assertEqual([(it["device"], it["number"]) for it in lines], [(0, 1), (1, 1)] * 2)
             self.assertEqual({it["outcome"] for it in lines}, {"never_fits"})
 
-    def test_a_file_that_cannot_be(self) -> None:
+    def test_a_file_that_cannot_be_opened(self) -> None:
         changes = {**self.changes, "CUSHION_RECEIPTS": "/nowhere/at/all"}
         with self.assertRaisesRegex(AssertionError, "receipts cannot be written to /nowhere/at/all: No such file"):
             support.call(write_receipts, "", changes=changes, warm=False)
 
 
 class Budgets(Simulated):
-    def test_a_block_waits_for_nobody(self) -> None:
+    def test_a_block_without_waiting(self) -> None:
         with self.another_holds(900 * MIB) as let_go:
             with self.cushion.budget(ms=0):
                 receipt = self.refused(500 * MIB).receipt
@@ -164,7 +164,7 @@ class Budgets(Simulated):
             self.engine.allocate(500 * MIB)
             self.assertEqual(self.cushion.receipts()[-1].survived_by, "wait")
 
-    def test_rungs_that_are_left_out(self) -> None:
+    def test_skipped_rungs(self) -> None:
         called: list[object] = []
         self.cushion.on_shortage(lambda *_: called.append(1))
         self.fill()
@@ -173,7 +173,7 @@ class Budgets(Simulated):
         off = [it.rung for it in error.receipt.tried if it.ended == "off"]
         self.assertEqual((off, called), (["callbacks", "wait"], []))
         self.assertIn("may be enough: callbacks, wait", str(error))
-        # Not for what can never fit.
+        # A request that can never fit does not name them.
         with self.cushion.budget(skip=["callbacks"]):
             self.assertNotIn("may be enough", str(self.refused(2 * GIB)))
         self.refused()
@@ -240,10 +240,10 @@ class Injected(Simulated):
         with self.cushion.inject("over=10MiB"):
             self.engine.allocate(MIB)
             self.refused(10 * MIB)
-        # What was in force before is again, and counts from the beginning.
+        # The rules from before the block are in force again, and count from the beginning.
         self.engine.allocate(10 * MIB)
         self.refused(10 * MIB)
-        # Settings that say nothing of it leave it.
+        # Settings without injection leave the rules as they are.
         self.cushion.inject("nth=1")
         self.engine.start(self.engine.gather_settings({}))
         self.refused(MIB)
@@ -305,7 +305,7 @@ class Futures(Simulated):
             got.append(self.cushion.alloc_future(MIB).result(60))
 
         self.cushion.on_shortage(makes_room)
-        # On the thread of futures itself, which must not wait for itself.
+        # The callback runs on the polling thread of the futures, which must not wait for itself.
         self.cushion.alloc_future("500MiB").result(60)
         self.assertIs(type(got[0]), self.cushion.OutOfMemoryError)
         self.assertEqual(got[1].nbytes, MIB)
@@ -338,7 +338,7 @@ class Futures(Simulated):
 
                 def note(future: Any, number: int = number) -> None:
                     order.append(number)
-                    # Given back at once, so that the next can be served.
+                    # Freed at once, so that the next request can be served.
                     address = future.result()._address
                     future.result()._address = 0
                     self.engine.deallocate(address)
@@ -376,7 +376,7 @@ class Futures(Simulated):
             else:
                 future.result(60)
         del future
-        # Those that were cancelled too late went back when nobody wanted them.
+        # A request that was served before its cancellation frees its memory when its future is dropped.
         while self.engine.memory_stats(0)["allocated_bytes"]["all"]["current"]:
             gc.collect()
         self.assertEqual(self.cushion.stats()["waiting"], 0)

@@ -1,4 +1,4 @@
-"""What a program of PyTorch's can do about shortages, over the stand-ins for CUDA."""
+"""Shortages in a PyTorch program, over the stand-ins for CUDA."""
 
 from __future__ import annotations
 
