@@ -270,7 +270,7 @@ class Callbacks(Simulated):
             self.assertEqual(self.cushion.receipts()[-1].survived_by, "spill")
             if len(called) == before:
                 break
-        self.assertIn("Python's lock was not to be had", self.cushion.receipts()[-1].answers[0].failed)
+        self.assertIn("Python's lock was not free", self.cushion.receipts()[-1].answers[0].failed)
 
 
 class LastCall(Simulated):
@@ -312,8 +312,8 @@ class LastCall(Simulated):
         error = self.refused()
         self.assertEqual(told, [])
         self.engine.expect_refusals(False)
-        # Who gave up says so.
-        self.engine.refuse_after_all(0, error.receipt.number)
+        # The program gives up after all.
+        self.engine.refuse_after_all(str(error))
         self.assertEqual(told, [1])
         self.refused()
         self.assertEqual(told, [1, 2])

@@ -32,6 +32,8 @@ class Forks(Simulated):
         engine.set_metadata("of this thread")
         engine.metadata()
         engine.observe_receipts(None)
+        engine.receipt_for("not a refusal")
+        engine.refuse_after_all("not a refusal")
         engine.kept_notes()
 
     def in_children(self, act: Callable[[], Any], end: Callable[[int], Any]) -> None:

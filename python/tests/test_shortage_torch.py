@@ -1,4 +1,4 @@
-"""What a program of PyTorch's can do about shortages, over the stand-ins for CUDA."""
+"""Shortages in a PyTorch program, over the stand-ins for CUDA."""
 
 from __future__ import annotations
 
@@ -62,6 +62,38 @@ class Shortage(support.TorchCase):
         self.assertIsNone(torch.cuda.OutOfMemoryError("somebody else's").receipt)
         del kept
 
+    def test_exceptions_that_differ_in_the_number_alone_have_their_own_receipts(self) -> None:
+        self.install()
+        kept = self.empty(900 * MIB)
+        errors = [self.refused(200 * MIB) for _ in range(12)]
+        self.assertEqual([it.receipt.number for it in errors], list(range(1, 13)))
+        self.assertEqual([it.receipt.number for it in errors], list(range(1, 13)))
+        del kept
+
+    @support.process(warm=False, TORCH_SHOW_CPP_STACKTRACES="1")
+    def test_a_backtrace_behind_the_message_does_not_hide_the_receipt(self) -> None:
+        self.install()
+        kept = self.empty(900 * MIB)
+        error = self.refused(200 * MIB)
+        self.assertIn("Exception raised from cushion_alloc", str(error))
+        self.assertEqual(error.receipt.number, 1)
+        del kept
+
+    def test_an_exception_that_pytorch_raises_again_has_its_receipt(self) -> None:
+        torch = self.install()
+        from torch._utils import ExceptionWrapper
+
+        kept = self.empty(900 * MIB)
+        try:
+            self.empty(200 * MIB)
+        except torch.cuda.OutOfMemoryError:
+            caught = ExceptionWrapper(where="in replica 0 on device 0")
+        with self.assertRaises(torch.cuda.OutOfMemoryError) as raised:
+            caught.reraise()
+        self.assertRegex(str(raised.exception), "^Caught OutOfMemoryError in replica 0")
+        self.assertEqual(raised.exception.receipt.number, 1)
+        del kept
+
     def test_who_holds_the_memory(self) -> None:
         torch = self.install()
         torch.cuda.memory._record_memory_history()
@@ -119,7 +151,7 @@ class Shortage(support.TorchCase):
         del kept
         with cushion.budget(ms=0):
             error = self.refused(500 * MIB)
-        self.assertRegex(self.remedies(error)[0], r"900\.00 MiB wait for work .* this one had 0 ms\.")
+        self.assertRegex(self.remedies(error)[0], r"900\.00 MiB wait for work .* this request had 0 ms\.")
         standin.finish_all()
 
     def test_what_is_missing_is_enough(self) -> None:

@@ -180,7 +180,7 @@ class Messages(support.TorchCase):
         support.Standin().tenant(900 * self.UNIT)
         text = self.refused(500)
         support.Standin().tenant(0)
-        self.assertIn("end one, or wait longer for it to end, by CUSHION_WAIT_MS=", text)
+        self.assertIn("end one of them, or wait longer with CUSHION_WAIT_MS=", text)
         return text
 
     def made_up(self) -> str:
@@ -191,7 +191,7 @@ class Messages(support.TorchCase):
         kept = self.empty(900)
         with importlib.import_module("cushion").budget(skip="callbacks"):
             text = self.refused(500)
-        self.assertIn("maybe enough: callbacks.", text)
+        self.assertIn("may be enough: callbacks.", text)
         del kept
         return text
 
@@ -199,7 +199,7 @@ class Messages(support.TorchCase):
         kept = self.empty(900)
         with self.assertRaises(torch.cuda.OutOfMemoryError) as raised, torch.cuda.graph(torch.cuda.CUDAGraph()):
             self.empty(500)
-        self.assertIn("Run what is captured once before", str(raised.exception))
+        self.assertIn("Run the captured work once before", str(raised.exception))
         del kept
         return str(raised.exception)
 

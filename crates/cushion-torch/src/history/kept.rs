@@ -1,9 +1,12 @@
-//! What tags stand for, each value once and under a number, for as long as somebody refers to it.
+//! The values that tags refer to. Each value is stored once, under a number, while a tag refers to
+//! it.
 //!
-//! Nobody says when a tag is needed no longer: an event leaves the history when others come. So what is kept is swept now
-//! and then: first it is noted what is on its way, then every engine is asked for the tags it still has, and what is
-//! neither goes. That costs time in proportion to what is referred to, and is done when as much has come since the last
-//! time; so memory is bounded by a constant and a multiple of what is referred to.
+//! No event says that a tag is no longer used: an entry drops out of the history when later ones
+//! arrive. Therefore the table is swept from time to time. A sweep first marks the values that are
+//! on their way to an engine, then asks every engine for the tags that it still has, and removes
+//! all other values. A sweep takes time in proportion to the number of tags, and starts after about
+//! as much has been added as was left by the last one. So memory is bounded by a constant plus a
+//! multiple of what is referred to.
 
 use std::hash::Hash;
 use std::num::NonZeroU32;
@@ -12,13 +15,13 @@ use std::sync::atomic::{Ordering, fence};
 
 use rustc_hash::{FxBuildHasher, FxHashMap, FxHashSet};
 
-/// Bytes that are kept before anything is swept.
+/// The table is not swept below this many bytes.
 const LEAST: usize = 1 << 20;
-/// Bytes of an entry beside its value, about.
+/// Approximate bytes of an entry without its value.
 const ENTRY: usize = 96;
-/// Bytes that may come for each tag that was looked at, before all are looked at again.
+/// Bytes that may be added for each tag that the last sweep looked at, before the next sweep.
 const FOR_EACH_TAG: usize = 16;
-/// So many references to a value are the table's own.
+/// The number of references to a value that the table itself holds.
 const OWN: usize = 2;
 
 #[derive(Debug)]
@@ -27,7 +30,7 @@ pub(crate) struct Kept<T: ?Sized> {
     values: FxHashMap<NonZeroU32, Entry<T>>,
     last: u32,
     bytes: usize,
-    /// With more bytes than this it is time to sweep.
+    /// Above this many bytes a sweep is due.
     limit: usize,
     sweeps: u64,
 }
@@ -35,14 +38,14 @@ pub(crate) struct Kept<T: ?Sized> {
 #[derive(Debug)]
 struct Entry<T: ?Sized> {
     value: Arc<T>,
-    /// How many sweeps there had been when it was last asked for.
+    /// The number of sweeps when the value was last requested.
     asked_for: u64,
 }
 
-/// A value with its number. As long as this is there, it is kept.
+/// A value with its number. The table keeps the value while this exists.
 pub(crate) type Numbered<T> = (NonZeroU32, Arc<T>);
 
-/// One sweep, begun.
+/// A sweep that has begun.
 #[derive(Debug, Clone, Copy)]
 #[must_use = "a sweep that is not ended removes nothing"]
 pub(crate) struct Sweep(u64);
@@ -63,7 +66,7 @@ impl<T: ?Sized + Eq + Hash> Kept<T> {
         self.values.len()
     }
 
-    /// Whether it is time to sweep.
+    /// Whether a sweep is due.
     pub(crate) fn is_full(&self) -> bool {
         self.bytes > self.limit
     }
@@ -72,7 +75,7 @@ impl<T: ?Sized + Eq + Hash> Kept<T> {
         self.values.get(&number).map(|entry| Arc::clone(&entry.value))
     }
 
-    /// The number of a value that is kept.
+    /// Returns a stored value with its number.
     pub(crate) fn find(&mut self, value: &T) -> Option<Numbered<T>> {
         let number = *self.numbers.get(value)?;
         let entry = self.values.get_mut(&number)?;
@@ -80,12 +83,12 @@ impl<T: ?Sized + Eq + Hash> Kept<T> {
         Some((number, Arc::clone(&entry.value)))
     }
 
-    /// Keeps a value that is not there yet. None if there are no numbers left.
+    /// Stores a value that the table does not have yet. Returns none if all numbers are in use.
     pub(crate) fn add(&mut self, value: Arc<T>) -> Option<Numbered<T>> {
         if u32::try_from(self.values.len()).is_ok_and(|count| count == u32::MAX) {
             return None;
         }
-        // A number is used again as late as can be: meanwhile one that is out of date stands for nothing.
+        // A number is reused as late as possible. Until then, an outdated tag refers to nothing.
         let number = loop {
             self.last = self.last.wrapping_add(1);
             match NonZeroU32::new(self.last) {
@@ -104,19 +107,21 @@ impl<T: ?Sized + Eq + Hash> Kept<T> {
         ENTRY + size_of_val(value)
     }
 
-    /// Begins a sweep. What is on its way to an engine stays, even if it arrives where one has been asked already.
+    /// Begins a sweep. A value that is on its way to an engine stays, even if it reaches an engine
+    /// whose tags have been read already.
     pub(crate) fn begin_sweep(&mut self) -> Sweep {
         self.sweeps += 1;
         let on_its_way = |entry: &&mut Entry<T>| Arc::strong_count(&entry.value) > OWN;
         let entries = self.values.values_mut().filter(on_its_way);
         entries.for_each(|entry| entry.asked_for = self.sweeps);
-        // What is on its way no longer has arrived: whoever asks an engine after this finds it.
+        // A value that is no longer on its way has reached its engine. The fence makes that visible
+        // to the code that reads the tags of the engine after this.
         fence(Ordering::Acquire);
         Sweep(self.sweeps)
     }
 
-    /// Ends a sweep: what is not among `used`, and was not asked for since it began, is taken out and returned. `looked_at`
-    /// is how many tags it took to find that out.
+    /// Ends a sweep: removes and returns the values that are not in `used` and were not requested
+    /// since the sweep began. `looked_at` is the number of tags that the sweep has read.
     #[must_use]
     pub(crate) fn end_sweep(
         &mut self,
@@ -132,14 +137,14 @@ impl<T: ?Sized + Eq + Hash> Kept<T> {
             self.numbers.remove(value);
             self.bytes -= Self::cost(value);
         }
-        // Room for what may come until the next time, and not for what was there once.
+        // Keeps capacity for the values that may come before the next sweep.
         self.values.shrink_to(self.values.len() * 2);
         self.numbers.shrink_to(self.numbers.len() * 2);
         self.limit = LEAST.max(self.bytes * 2).max(self.bytes + looked_at * FOR_EACH_TAG);
         gone
     }
 
-    /// Ends a sweep that came to nothing; the next one is due after some more.
+    /// Ends a sweep and removes nothing. The next sweep is due after [`LEAST`] more bytes.
     pub(crate) fn give_up_sweep(&mut self, _sweep: Sweep) {
         self.limit = self.bytes + LEAST;
     }

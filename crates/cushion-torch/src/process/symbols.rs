@@ -1,5 +1,7 @@
-//! Symbols of libraries that this process has loaded already, PyTorch's and Python's. Nothing is
-//! loaded here, and nothing is unloaded: what was found stays valid for the life of the process.
+//! Symbols of libraries that this process has already loaded: PyTorch's and Python's.
+//!
+//! This module neither loads nor unloads a library, so a symbol stays valid for the life of the
+//! process.
 
 use std::ffi::{CStr, c_void};
 use std::mem::ManuallyDrop;
@@ -7,32 +9,33 @@ use std::ptr::NonNull;
 
 use libloading::os::unix::{Library, RTLD_LAZY};
 
-/// A library that is loaded.
+/// A loaded library.
 #[derive(Debug)]
 pub(crate) struct Loaded(ManuallyDrop<Library>);
 
 impl Loaded {
-    /// The library of that file name, if something has loaded it.
+    /// Returns the library with this file name, if the process has loaded it.
     pub(crate) fn find(name: &str) -> Option<Self> {
-        // SAFETY: with RTLD_NOLOAD no initialiser runs: the library is found only if it is there.
+        // SAFETY: `open` may run the initialisers of the library. With RTLD_NOLOAD it only finds a
+        // library that is loaded already, whose initialisers have run.
         let library = unsafe { Library::open(Some(name), RTLD_LAZY | libc::RTLD_NOLOAD) };
         library.ok().map(ManuallyDrop::new).map(Self)
     }
 
-    /// Everything that is visible to the whole process, such as the interpreter.
+    /// Returns the symbols that are visible to the whole process, such as the interpreter's.
     pub(crate) fn process() -> Self {
         Self(ManuallyDrop::new(Library::this()))
     }
 
-    /// The address of a symbol.
+    /// Returns the address of a symbol.
     pub(crate) fn symbol(&self, name: &CStr) -> Option<NonNull<c_void>> {
-        // SAFETY: the type asked for is a plain address, which every symbol has; what it is used as is
-        // for the caller to answer.
+        // SAFETY: `get` requires that the symbol has the given type. The type is a plain address,
+        // and the address of the symbol is never dereferenced here.
         let symbol = unsafe { self.0.get::<*mut c_void>(name.to_bytes_with_nul()) };
         symbol.ok().and_then(|symbol| NonNull::new(*symbol))
     }
 
-    /// The address of a symbol as a function pointer.
+    /// Returns the address of a symbol as a function pointer.
     ///
     /// # Safety
     ///
@@ -40,7 +43,8 @@ impl Loaded {
     pub(crate) unsafe fn function<F: Copy>(&self, name: &CStr) -> Option<F> {
         const { assert!(size_of::<F>() == size_of::<*mut c_void>()) };
         let address = self.symbol(name)?.as_ptr();
-        // SAFETY: both are of the size of a pointer; the caller answers for the type.
+        // SAFETY: both types have the size of a pointer, which the assertion checks. The address is
+        // not null, and the caller guarantees that it is a function of type `F`.
         Some(unsafe { std::mem::transmute_copy::<*mut c_void, F>(&address) })
     }
 }

@@ -1,21 +1,21 @@
-//! The entry points that PyTorch calls, and nothing else: each translates its arguments, calls
-//! `plugin.rs`, and turns a failure into a C++ exception.
+//! The entry points that PyTorch calls. Each one translates its arguments, calls `plugin.rs`, and
+//! turns a failure into a C++ exception.
 //!
-//! Panics are caught inside and become exceptions too; by the time one is thrown, every guard is dropped
-//! and `catch_unwind` is behind us.
+//! A panic becomes an exception too. It is thrown outside of `catch_unwind`, after every guard is
+//! dropped.
 
-use std::any::Any;
 use std::ffi::{c_int, c_void};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use cushion::core::{PoolId, StreamId};
 
-use crate::callbacks;
-use crate::function::{self, StdFunction};
-use crate::plugin;
-use crate::throw::{self, Failure};
+use crate::entry::plugin;
+use crate::process::panic_text;
+use crate::python::exceptions::pass_on_interrupt;
+use crate::pytorch::function::{self, StdFunction};
+use crate::pytorch::throw::{self, Failure};
 
-/// `std::pair<unsigned long long, unsigned long long>`: the id of a private pool.
+/// The id of a private pool: `std::pair<unsigned long long, unsigned long long>`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct Pair {
@@ -29,7 +29,7 @@ impl From<Pair> for PoolId {
     }
 }
 
-/// What PyTorch calls its setters, and the function for each.
+/// Returns the names of PyTorch's setters, with the function for each.
 pub(crate) fn hooks() -> [(&'static str, *const c_void); 8] {
     [
         ("set_init_fn", cushion_init as *const c_void),
@@ -51,11 +51,11 @@ pub extern "C-unwind" fn cushion_alloc(
     stream: *mut c_void,
 ) -> *mut c_void {
     let address = guarded(|| plugin::alloc(size as u64, device.into(), stream_id(stream)));
-    callbacks::pass_on_interrupt();
+    pass_on_interrupt();
     pointer(or_throw(address))
 }
 
-/// `void (void* pointer, size_t size, int device, cudaStream_t stream)`. Called from destructors: it
+/// `void (void* pointer, size_t size, int device, cudaStream_t stream)`. Destructors call it, so it
 /// never throws.
 #[unsafe(no_mangle)]
 pub extern "C-unwind" fn cushion_free(
@@ -76,7 +76,7 @@ pub extern "C-unwind" fn cushion_init(device_count: c_int) {
     plugin::init(device_count.into());
 }
 
-/// `void ()`: empty the cache.
+/// `void ()`: empties the cache.
 #[unsafe(no_mangle)]
 pub extern "C-unwind" fn cushion_reset() {
     or_throw(guarded(plugin::empty_cache));
@@ -92,7 +92,7 @@ pub extern "C-unwind" fn cushion_memory_fraction(fraction: f64, device: c_int) {
 ///
 /// # Safety
 ///
-/// `size` is null or can be written to.
+/// `size` is null, or valid for a write.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn cushion_base_alloc(
     base_of: *mut c_void,
@@ -100,7 +100,8 @@ pub unsafe extern "C-unwind" fn cushion_base_alloc(
 ) -> *mut c_void {
     let found = guarded(|| Ok(plugin::base_of(address(base_of)))).ok().flatten();
     let Some((base, bytes)) = found else { return std::ptr::null_mut() };
-    // SAFETY: the caller answers for the pointer.
+    // SAFETY: the caller guarantees that the pointer is null or valid for a write, and no other
+    // reference to the number exists during the call.
     if let Some(size) = unsafe { size.as_mut() } {
         *size = usize::try_from(bytes).unwrap_or(usize::MAX);
     }
@@ -113,8 +114,9 @@ pub extern "C-unwind" fn cushion_record_stream(pointer: *mut c_void, stream: *mu
     record_stream(pointer, stream);
 }
 
-/// What PyTorch is given. Were it exported, the loader would look up its address by name, and where a program has
-/// linked the library for C (`include/cushion.h`) find that one's function instead, which takes other arguments.
+/// The function that [`hooks`] gives PyTorch. It is not exported: the loader would look up an
+/// exported one by name. In a program that links the C library (`include/cushion.h`) it would find
+/// that library's function of the same name, which takes other arguments.
 #[inline(never)]
 extern "C-unwind" fn record_stream(pointer: *mut c_void, stream: *mut c_void) {
     or_throw(guarded(|| plugin::record_stream(address(pointer), stream_id(stream))));
@@ -132,7 +134,8 @@ pub unsafe extern "C-unwind" fn cushion_begin_allocate_to_pool(
     filter: *const StdFunction,
 ) {
     or_throw(guarded(|| {
-        // SAFETY: the caller answers for the pointer, and keeps the function until we return.
+        // SAFETY: the caller guarantees that the pointer is null or a `std::function` of libstdc++,
+        // which it keeps unchanged until this returns.
         let filter = unsafe { function::filter(device.into(), filter) };
         plugin::begin_pool(device.into(), pool.into(), filter)
     }));
@@ -144,7 +147,7 @@ pub extern "C-unwind" fn cushion_end_allocate_to_pool(device: c_int, pool: Pair)
     or_throw(guarded(|| plugin::end_pool(device.into(), pool.into())));
 }
 
-/// `void (int device, std::pair<…> pool)`. Called from destructors: it never throws.
+/// `void (int device, std::pair<…> pool)`. Destructors call it, so it never throws.
 #[unsafe(no_mangle)]
 pub extern "C-unwind" fn cushion_release_pool(device: c_int, pool: Pair) {
     let _ = guarded(|| {
@@ -153,11 +156,11 @@ pub extern "C-unwind" fn cushion_release_pool(device: c_int, pool: Pair) {
     });
 }
 
-/// Runs `f`; a panic in it becomes a failure.
+/// Runs `f`, and turns a panic into a failure.
 fn guarded<T>(f: impl FnOnce() -> Result<T, Failure>) -> Result<T, Failure> {
     catch_unwind(AssertUnwindSafe(f)).unwrap_or_else(|panic| {
         let what = panic_text(&*panic);
-        Err(Failure::Other(format!("Cushion: a bug of its own, please report it: {what}")))
+        Err(Failure::Other(format!("Cushion: internal error, please report it: {what}")))
     })
 }
 
@@ -166,11 +169,6 @@ fn or_throw<T>(result: Result<T, Failure>) -> T {
         Ok(value) => value,
         Err(failure) => throw::raise(failure),
     }
-}
-
-fn panic_text(panic: &(dyn Any + Send)) -> &str {
-    let text = panic.downcast_ref::<String>().map(String::as_str);
-    text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("a panic without words")
 }
 
 fn stream_id(stream: *mut c_void) -> StreamId {

@@ -1,4 +1,4 @@
-//! Receipts for Python: as JSON, with the Python stacks that tags stand for, and as they come.
+//! Receipts for Python, as JSON with Python stacks: those that are kept, and each new one.
 
 use std::cell::RefCell;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -9,29 +9,39 @@ use cushion::core::{Receipt, Tag};
 use cushion::{DeviceEngine, devices};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyList};
+use pyo3::types::{PyDict, PyList, PyString};
 
-use crate::{callbacks, gil, lock, recorder, stacks};
+use crate::history::{recorder, stacks};
+use crate::process::lock;
+use crate::python::{exceptions, gil};
+use crate::shortage::{callbacks, refusal};
 
-/// How long a thread that was short of memory waits for Python's lock to tell of it.
+/// How long a thread that was short of memory waits for Python's lock before it skips the observer.
 const PATIENCE: Duration = Duration::from_secs(1);
 
-/// How many frames of a stack a receipt has at most.
+/// The most frames of a stack in a receipt.
 const MOST_FRAMES: usize = 24;
 
-/// How many characters of a frame.
+/// The most characters of a frame.
 const LONGEST_FRAME: usize = 256;
 
-/// How many receipts an engine keeps; what it keeps by itself if nobody has said.
+/// How many receipts each engine keeps, if the program has set it.
 static KEPT: AtomicUsize = AtomicUsize::new(UNSAID);
 const UNSAID: usize = usize::MAX;
+/// How many receipts an engine keeps by default.
+const DEFAULT: usize = 256;
+/// The latest refusals of each device whose exceptions find their receipt, even if fewer receipts
+/// are kept.
+const FEWEST: usize = 16;
 
 thread_local! {
-    /// The latest receipt of this thread, kept for the message even where none are.
+    /// The latest receipt of a refusal of this thread. The message needs it even if no receipts are
+    /// kept.
     static LATEST: RefCell<Option<Arc<Receipt>>> = const { RefCell::new(None) };
 }
 
-/// Every engine has its receipts explained, tells who wants to know, and asks the program's callbacks.
+/// Prepares every engine, also those made later: stacks in receipts, the observer of receipts, the
+/// number of receipts to keep, and the callbacks of the program.
 pub(crate) fn begin() {
     static ONCE: std::sync::Once = std::sync::Once::new();
     ONCE.call_once(|| {
@@ -51,16 +61,26 @@ pub(crate) fn begin() {
     });
 }
 
-/// The receipt of this number, of the shortage that this thread has just had, or of those that are kept.
+/// Returns the number of refusals of each device whose exceptions find their receipt.
+pub(crate) fn most() -> usize {
+    match KEPT.load(Ordering::Relaxed) {
+        UNSAID => DEFAULT,
+        kept => kept.max(FEWEST),
+    }
+}
+
+/// Returns the receipt with this number, if the engine keeps it or if it is the latest one of this
+/// thread.
 pub(crate) fn find(engine: &DeviceEngine, number: u64) -> Option<Arc<Receipt>> {
     use cushion::core::Driver as _;
 
     let device = engine.driver().properties().device;
     let is_it = |receipt: &Arc<Receipt>| (receipt.device, receipt.number) == (device, number);
-    LATEST.with_borrow(|latest| latest.clone().filter(is_it)).or_else(|| engine.receipt(number))
+    // The engine's own first: it is shared, and the latest one is a copy.
+    engine.receipt(number).or_else(|| LATEST.with_borrow(|latest| latest.clone().filter(is_it)))
 }
 
-/// A receipt as Python gets it: as in files, with its line for people and what would help in words.
+/// Returns a receipt as JSON: as in files, with its text and its remedies in words.
 pub(crate) fn json(receipt: &Receipt) -> String {
     let mut value = serde_json::to_value(receipt).unwrap_or_default();
     if let Some(object) = value.as_object_mut() {
@@ -72,7 +92,7 @@ pub(crate) fn json(receipt: &Receipt) -> String {
     value.to_string()
 }
 
-/// The receipts kept of a device, or of all, as JSON, oldest first.
+/// Returns the kept receipts of a device, or of all devices, as JSON, oldest first.
 #[pyfunction]
 #[pyo3(signature = (device=None))]
 pub(crate) fn receipts(py: Python<'_>, device: Option<i64>) -> Vec<String> {
@@ -87,13 +107,13 @@ pub(crate) fn receipts(py: Python<'_>, device: Option<i64>) -> Vec<String> {
     })
 }
 
-/// One receipt as JSON, if it is still kept.
+/// Returns the receipt, as JSON, of the refusal that the text of an exception belongs to.
 #[pyfunction]
-pub(crate) fn receipt(py: Python<'_>, device: i64, number: u64) -> Option<String> {
-    py.detach(|| find(devices().get(device)?, number).map(|receipt| json(&receipt)))
+pub(crate) fn receipt_for(text: &Bound<'_, PyString>) -> Option<String> {
+    refusal::receipt_of(text).map(|receipt| json(&receipt))
 }
 
-/// Keeps so many receipts of each device.
+/// Keeps this many receipts of each device.
 #[pyfunction]
 pub(crate) fn keep_receipts(py: Python<'_>, count: usize) -> PyResult<()> {
     const MOST: usize = 1 << 20;
@@ -107,21 +127,20 @@ pub(crate) fn keep_receipts(py: Python<'_>, count: usize) -> PyResult<()> {
     Ok(())
 }
 
-// ---- as they come ----
-
 static OBSERVER: Mutex<Option<Py<PyAny>>> = Mutex::new(None);
 
-/// Holds the observer, while this process forks.
+/// Locks the observer while this process forks.
 pub(crate) fn hold() -> impl Sized + 'static {
     lock(&OBSERVER)
 }
 
-/// Calls `observer(text)` with every receipt from now on, on the thread that was short of memory; `None` ends it.
+/// Calls `observer(text)` with every later receipt, on the thread that was short of memory. `None`
+/// ends that.
 #[pyfunction]
 #[pyo3(signature = (observer=None))]
 pub(crate) fn observe_receipts(observer: Option<Py<PyAny>>) {
     let before = std::mem::replace(&mut *lock(&OBSERVER), observer);
-    // With the lock above let go: what it holds of Python's may do anything as it goes.
+    // After the lock is released: dropping a Python object may run any Python code.
     drop(before);
 }
 
@@ -135,13 +154,12 @@ fn tell(receipt: &Receipt) {
         if let Some(told) = told
             && let Err(error) = told.call1(py, (text,))
         {
-            callbacks::show(py, error, told.bind(py));
+            exceptions::show(py, error, told.bind(py));
         }
     });
 }
 
-// ---- words ----
-
+/// Returns the Python stack of each tag; nothing if no tag has one.
 fn stacks_of(tags: &[Tag]) -> Vec<Vec<String>> {
     let has_stack = |tag: &Tag| recorder::stack_of(*tag).is_some();
     if !tags.iter().any(has_stack) {
@@ -165,37 +183,9 @@ fn stack_of(py: Python<'_>, tag: Tag) -> PyResult<Vec<String>> {
             Ok(value.map(|value| value.to_string()).unwrap_or_default())
         };
         let line = format!("{}:{} {}", part("filename")?, part("line")?, part("name")?);
-        // The end says more than the folders before it.
+        // Cuts the folders in front, and keeps the end.
         let cut = line.chars().count().saturating_sub(LONGEST_FRAME);
         lines.push(line.chars().skip(cut).collect());
     }
     Ok(lines)
-}
-
-/// An exception in one line: its class, its text, and where it was raised.
-pub(crate) fn explain(py: Python<'_>, error: &PyErr) -> String {
-    let class = error.get_type(py).name().map(|name| name.to_string());
-    let class = class.unwrap_or_else(|_| "an exception".to_owned());
-    let text = error.value(py).str().map(|text| text.to_string_lossy().into_owned());
-    let mut line = match text.unwrap_or_default() {
-        text if text.is_empty() => class,
-        text => format!("{class}: {text}"),
-    };
-    if let Some(at) = raised_at(py, error) {
-        line.push_str(&at);
-    }
-    line
-}
-
-fn raised_at(py: Python<'_>, error: &PyErr) -> Option<String> {
-    let mut trace = error.traceback(py)?.into_any();
-    while let Ok(next) = trace.getattr("tb_next")
-        && !next.is_none()
-    {
-        trace = next;
-    }
-    let line: i64 = trace.getattr("tb_lineno").ok()?.extract().ok()?;
-    let code = trace.getattr("tb_frame").ok()?.getattr("f_code").ok()?;
-    let file: String = code.getattr("co_filename").ok()?.extract().ok()?;
-    Some(format!(" ({file}:{line})"))
 }

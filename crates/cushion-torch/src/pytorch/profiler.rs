@@ -1,12 +1,13 @@
-//! Reports to `torch.profiler(profile_memory=True)`, as PyTorch's own allocator makes them.
+//! Reports to `torch.profiler(profile_memory=True)`, as PyTorch's own allocator sends them.
 //!
-//! The functions are looked up in libc10 when Cushion starts; without them the profiler sees no CUDA
-//! memory, and nothing else is lost. They do not throw: PyTorch's own allocator calls them from destructors.
+//! [`start`] looks the functions up in libc10. If one is missing, the profiler shows no CUDA
+//! memory; nothing else changes. The functions do not throw: PyTorch's allocator calls them from
+//! destructors.
 
 use std::ffi::c_void;
 use std::sync::OnceLock;
 
-use crate::symbols::Loaded;
+use crate::process::symbols::Loaded;
 
 /// `c10::Device`.
 #[repr(C)]
@@ -16,7 +17,7 @@ struct Device {
     index: i8,
 }
 
-/// CUDA among PyTorch's kinds of device.
+/// `c10::DeviceType::CUDA`.
 const CUDA: i8 = 1;
 
 type IsOn = unsafe extern "C-unwind" fn() -> bool;
@@ -32,17 +33,19 @@ struct Profiler {
 
 static PROFILER: OnceLock<Option<Profiler>> = OnceLock::new();
 
-/// Looks the profiler up.
+/// Looks up the functions of the profiler.
 pub(crate) fn start() {
     PROFILER.get_or_init(|| {
         let c10 = Loaded::find("libc10.so")?;
-        // SAFETY: `bool c10::memoryProfilingEnabled()`.
+        // SAFETY: the symbol is `bool c10::memoryProfilingEnabled()`.
         let is_on = unsafe { c10.function(c"_ZN3c1022memoryProfilingEnabledEv") }?;
         let usage = c"_ZN3c1027reportMemoryUsageToProfilerEPvlmmNS_6DeviceE";
-        // SAFETY: `void c10::reportMemoryUsageToProfiler(void*, int64_t, size_t, size_t, Device)`.
+        // SAFETY: the symbol is
+        // `void c10::reportMemoryUsageToProfiler(void*, int64_t, size_t, size_t, Device)`.
         let report_usage = unsafe { c10.function(usage) }?;
         let out_of_memory = c"_ZN3c1027reportOutOfMemoryToProfilerElmmNS_6DeviceE";
-        // SAFETY: `void c10::reportOutOfMemoryToProfiler(int64_t, size_t, size_t, Device)`.
+        // SAFETY: the symbol is
+        // `void c10::reportOutOfMemoryToProfiler(int64_t, size_t, size_t, Device)`.
         let report_out_of_memory = unsafe { c10.function(out_of_memory) }?;
         Some(Profiler { is_on, report_usage, report_out_of_memory })
     });
@@ -52,25 +55,26 @@ pub(crate) fn start() {
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Recording(&'static Profiler);
 
-/// The profiler, if it records memory on this thread.
+/// Returns the profiler, if it records memory on this thread.
 pub(crate) fn recording() -> Option<Recording> {
     let profiler = PROFILER.get()?.as_ref()?;
-    // SAFETY: it has no precondition.
+    // SAFETY: the function has no precondition.
     unsafe { (profiler.is_on)() }.then_some(Recording(profiler))
 }
 
 impl Recording {
-    /// Memory was handed out (`change` above zero) or given back.
+    /// Reports an allocation (`change` above zero) or a free (below zero).
     pub(crate) fn usage(self, address: u64, change: i64, device: i64, totals: Totals) {
         let address = std::ptr::with_exposed_provenance_mut(size(address));
         let Totals { allocated, reserved } = totals;
-        // SAFETY: the address is only written down; the rest are plain numbers.
+        // SAFETY: the function records the address and does not dereference it. The other arguments
+        // are plain numbers.
         unsafe {
             (self.0.report_usage)(address, change, size(allocated), size(reserved), cuda(device));
         }
     }
 
-    /// A request was refused.
+    /// Reports a refused request.
     pub(crate) fn out_of_memory(self, bytes: u64, device: i64, totals: Totals) {
         let bytes = i64::try_from(bytes).unwrap_or(i64::MAX);
         let Totals { allocated, reserved } = totals;
@@ -81,7 +85,7 @@ impl Recording {
     }
 }
 
-/// What the allocator holds on a device.
+/// The bytes that the allocator has allocated and reserved on a device.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Totals {
     pub(crate) allocated: u64,

@@ -1,35 +1,35 @@
-//! The allocator behind the entry points: what PyTorch asks, in terms of the engine.
+//! The allocator behind the entry points: it passes PyTorch's calls to the engines.
 //!
-//! Failures are returned: `abi.rs` turns them into what C++ expects.
+//! The functions return failures; `abi.rs` turns them into C++ exceptions.
 
 use std::sync::atomic::{AtomicI64, Ordering};
 
-use cushion::core::{AddressError, AllocError, PoolId, StreamFilter, StreamId};
+use cushion::core::{AddressError, AllocError, PoolError, PoolId, StreamFilter, StreamId};
 use cushion::{DeviceEngine, devices};
 
-use crate::gil;
-use crate::profiler::{self, Totals};
-use crate::recorder::{self, Level, Noted};
-use crate::refusal;
-use crate::threads;
-use crate::throw::Failure;
+use crate::history::recorder::{self, Level, Noted};
+use crate::python::gil;
+use crate::pytorch::profiler::{self, Totals};
+use crate::pytorch::threads;
+use crate::pytorch::throw::Failure;
+use crate::shortage::refusal;
 
-/// How many devices PyTorch counted.
+/// The number of devices that PyTorch has reported.
 static DEVICE_COUNT: AtomicI64 = AtomicI64::new(0);
 
-/// How many devices PyTorch has.
+/// Returns the number of devices: those that PyTorch reported, or those in use if there are more.
 pub(crate) fn device_count() -> usize {
     let told = usize::try_from(DEVICE_COUNT.load(Ordering::Relaxed)).unwrap_or(0);
     let used = devices().made().map(|(device, _)| device + 1).max().unwrap_or(0);
     told.max(used)
 }
 
-/// Memory for a tensor.
+/// Allocates memory for a tensor.
 pub(crate) fn alloc(bytes: u64, device: i64, stream: StreamId) -> Result<u64, Failure> {
     alloc_for(bytes, device, stream, &recorder::note(Level::State))
 }
 
-/// As [`alloc`], with what is to be noted beside it.
+/// Allocates memory as [`alloc`] does, with these notes.
 pub(crate) fn alloc_for(
     bytes: u64,
     device: i64,
@@ -49,7 +49,8 @@ pub(crate) fn alloc_for(
     }
 }
 
-/// A thread with Python's lock takes what can be had at once; before it waits for more it gives the lock up.
+/// Allocates. A thread that holds Python's lock first tries without waiting, and releases the lock
+/// before it waits.
 fn serve(
     engine: &DeviceEngine,
     bytes: u64,
@@ -66,8 +67,10 @@ fn serve(
     engine.alloc_for(bytes, stream, noted.tag())
 }
 
-/// A tensor is gone. Called from destructors, so it cannot fail: an address that is not ours is left
-/// alone, and a free whose event could not be recorded is completed by the engine later.
+/// Frees the memory of a tensor.
+///
+/// Destructors call it, so it cannot fail: it ignores an address that is not Cushion's, and the
+/// engine completes a free later if it cannot record the event now.
 pub(crate) fn free(address: u64, device: i64) {
     let Some(engine) = devices().get(device) else { return };
     if address == 0 {
@@ -78,10 +81,10 @@ pub(crate) fn free(address: u64, device: i64) {
     let _ = engine.free_for(address, noted.tag());
 }
 
-/// Gives back what [`alloc_for`] gave on any device. An address that is not live is an error; a free whose event could
-/// not be recorded is none, as above.
+/// Frees memory of [`alloc_for`] on any device. An address that is not live is an error; a free
+/// whose event cannot be recorded now is not, as in [`free`].
 pub(crate) fn free_for(address: u64, noted: &Noted) -> Result<(), AddressError> {
-    // In a child made by fork there is nothing to give back.
+    // A child made by fork has no memory to free.
     if address == 0 || devices().is_abandoned() {
         return Ok(());
     }
@@ -95,7 +98,7 @@ pub(crate) fn free_for(address: u64, noted: &Noted) -> Result<(), AddressError> 
     Err(AddressError::Unknown { address })
 }
 
-/// Tells the profiler, if it records, of an allocation (`sign` 1) or a free (-1).
+/// Reports an allocation (`sign` 1) or a free (-1) to the profiler, if it records.
 fn report(engine: &DeviceEngine, address: u64, device: i64, sign: i64) {
     let Some(profiler) = profiler::recording() else { return };
     let Some((size, _)) = engine.size_of(address) else { return };
@@ -106,7 +109,8 @@ fn report(engine: &DeviceEngine, address: u64, device: i64, sign: i64) {
     profiler.usage(address, sign * i64::try_from(size).unwrap_or(i64::MAX), device, totals);
 }
 
-/// Work on `stream` uses the allocation at `address`, which may be anybody's.
+/// Records that work on `stream` uses the allocation at `address`. Ignores an address that is not
+/// Cushion's.
 pub(crate) fn record_stream(address: u64, stream: StreamId) -> Result<(), Failure> {
     for (_, engine) in devices().made() {
         match engine.record_stream(address, stream) {
@@ -118,13 +122,13 @@ pub(crate) fn record_stream(address: u64, stream: StreamId) -> Result<(), Failur
     Ok(())
 }
 
-/// PyTorch starts.
+/// Notes the number of devices, when PyTorch starts.
 pub(crate) fn init(count: i64) {
     threads::know();
     DEVICE_COUNT.fetch_max(count, Ordering::Relaxed);
 }
 
-/// Gives back what is cached, on every device.
+/// Releases cached memory on every device.
 pub(crate) fn empty_cache() -> Result<(), Failure> {
     let _released = gil::release();
     for (device, engine) in devices().made() {
@@ -141,40 +145,25 @@ pub(crate) fn set_memory_fraction(fraction: f64, device: i64) -> Result<(), Fail
     set.map_err(|error| Failure::Other(format!("Cushion: {error}")))
 }
 
-/// Where the memory around an allocation begins, and its size.
+/// Returns the start and the size of the memory around an allocation.
 pub(crate) fn base_of(address: u64) -> Option<(u64, u64)> {
     devices().made().find_map(|(_, engine)| engine.base_of(address))
 }
 
-/// Allocations of the streams that `filter` accepts go to `pool` from now on.
+/// Sends later allocations of the streams that `filter` accepts to `pool`.
 pub(crate) fn begin_pool(device: i64, pool: PoolId, filter: StreamFilter) -> Result<(), Failure> {
     engine(device)?.begin_allocate_to_pool(pool, filter).map_err(pool_failure)
 }
 
-/// Allocations go to `pool` no longer.
+/// Stops sending allocations to `pool`.
 pub(crate) fn end_pool(device: i64, pool: PoolId) -> Result<(), Failure> {
     engine(device)?.end_allocate_to_pool(pool).map_err(pool_failure)
 }
 
-/// A use of `pool` is over. Called from destructors, so it cannot fail: a pool that is not there is not
-/// used either.
+/// Ends one use of `pool`. Destructors call it, so it cannot fail: it ignores an unknown pool.
 pub(crate) fn release_pool(device: i64, pool: PoolId) {
     if let Some(engine) = devices().get(device) {
         let _ = engine.release_pool(pool);
-    }
-}
-
-/// An error of the driver with the driver's own name for it.
-pub(crate) fn explain(error: &AllocError) -> String {
-    match error {
-        AllocError::Driver(error) => match error.fault {
-            cushion::core::driver::Fault::Failed(code) => match cushion::error_name(code) {
-                Some(name) => format!("the CUDA driver's call {} failed with {name}", error.call),
-                None => error.to_string(),
-            },
-            cushion::core::driver::Fault::OutOfMemory => error.to_string(),
-        },
-        other => other.to_string(),
     }
 }
 
@@ -182,6 +171,6 @@ fn engine(device: i64) -> Result<&'static DeviceEngine, Failure> {
     devices().get_or_make(device).map_err(|error| refusal::no_device(device, &error))
 }
 
-fn pool_failure(error: cushion::core::PoolError) -> Failure {
+fn pool_failure(error: PoolError) -> Failure {
     Failure::Other(format!("Cushion: {error}"))
 }

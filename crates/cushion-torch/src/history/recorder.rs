@@ -1,8 +1,9 @@
-//! What is noted beside an allocation while history is recorded: the Python stack and the metadata that
-//! the program set. Both are put into the engine's opaque tag as two numbers.
+//! The notes beside an allocation while history is recorded: the Python stack, and the metadata
+//! that the program set. The engine's tag holds both as two numbers.
 //!
-//! What the numbers stand for is kept while an engine refers to it, a request or a free is on its way with it, or somebody
-//! reads what an engine said; the rest is swept out (`kept.rs`).
+//! A stack or a text is kept while an engine refers to it, while a request or a free that carries
+//! it is on its way, or while a reader uses what an engine returned. A sweep removes the others
+//! (`kept.rs`).
 
 use std::num::NonZeroU32;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicUsize, Ordering};
@@ -13,21 +14,21 @@ use cushion::devices;
 use pyo3::Python;
 use rustc_hash::FxHashSet;
 
-use crate::kept::{Kept, Numbered};
-use crate::lock;
-use crate::stacks::{self, Stack, StackId};
+use crate::history::kept::{Kept, Numbered};
+use crate::history::stacks::{self, Stack, StackId};
+use crate::process::lock;
 
-/// Which events get a stack, as PyTorch's `context` says.
+/// Which events get a stack: PyTorch's argument `context`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 #[repr(u8)]
 pub(crate) enum Level {
-    /// None.
+    /// No event.
     Never = 0,
-    /// Memory that is live.
+    /// Live memory only.
     State = 1,
-    /// Events of allocation too.
+    /// Also the events of allocations.
     Alloc = 2,
-    /// Frees too.
+    /// Also the events of frees.
     All = 3,
 }
 
@@ -44,26 +45,26 @@ impl Level {
 }
 
 static LEVEL: AtomicU8 = AtomicU8::new(Level::Never as u8);
-/// Whether there is a text to note.
+/// Whether metadata is set.
 static HAS_METADATA: AtomicBool = AtomicBool::new(false);
 static TEXTS: Mutex<Texts> = Mutex::new(Texts { kept: Kept::new(), current: None });
-/// How many read what tags stand for that an engine told them: nothing is swept meanwhile.
+/// How many readers use the tags that an engine returned. Sweeps remove nothing meanwhile.
 static READERS: AtomicUsize = AtomicUsize::new(0);
 
-/// The texts set so far that are still referred to.
+/// The metadata texts that are still referred to.
 #[derive(Debug)]
 struct Texts {
     kept: Kept<str>,
-    /// What is noted beside every allocation now.
+    /// The text that is noted beside every allocation now.
     current: Option<Numbered<str>>,
 }
 
-/// Holds the texts, while this process forks.
+/// Locks the texts while this process forks.
 pub(crate) fn hold() -> impl Sized + 'static {
     lock(&TEXTS)
 }
 
-/// The level in force.
+/// Returns the level in force.
 pub(crate) fn level() -> Level {
     match LEVEL.load(Ordering::Relaxed) {
         0 => Level::Never,
@@ -73,12 +74,13 @@ pub(crate) fn level() -> Level {
     }
 }
 
-/// Gathers stacks at this level from now on.
+/// Sets the level from which stacks are gathered.
 pub(crate) fn set_level(level: Level) {
     LEVEL.store(level as u8, Ordering::Relaxed);
 }
 
-/// A tag, with what it stands for: that stays as long as this, so it is dropped when the engine has the tag.
+/// A tag with the values that it refers to, which keeps them alive. Drop it after the engine has
+/// the tag.
 #[derive(Debug, Default)]
 pub(crate) struct Noted {
     stack: Option<Numbered<Stack>>,
@@ -93,7 +95,8 @@ impl Noted {
     }
 }
 
-/// The tag for an event that gets a stack from `least` on. With nothing recorded it costs two loads.
+/// Returns the tag for an event that gets a stack from level `least` on. Costs two loads if nothing
+/// is recorded.
 pub(crate) fn note(least: Level) -> Noted {
     let stack = if level() >= least { stacks::gather() } else { None };
     let text = if HAS_METADATA.load(Ordering::Relaxed) { current() } else { None };
@@ -105,9 +108,9 @@ fn current() -> Option<Numbered<str>> {
     lock(&TEXTS).current.clone()
 }
 
-/// The stack in a tag.
+/// Returns the stack in a tag.
 pub(crate) fn stack_of(tag: Tag) -> Option<StackId> {
-    #[expect(clippy::cast_possible_truncation, reason = "the low half is the stack's number")]
+    #[expect(clippy::cast_possible_truncation, reason = "the low half is the number of the stack")]
     NonZeroU32::new(tag.0 as u32).map(StackId)
 }
 
@@ -115,13 +118,13 @@ fn text_of(tag: Tag) -> Option<NonZeroU32> {
     u32::try_from(tag.0 >> 32).ok().and_then(NonZeroU32::new)
 }
 
-/// The metadata in a tag; empty if there was none.
+/// Returns the metadata in a tag; empty if none was set.
 pub(crate) fn metadata_of(tag: Tag) -> String {
     let text = text_of(tag).and_then(|number| lock(&TEXTS).kept.get(number));
     text.map(|text| text.to_string()).unwrap_or_default()
 }
 
-/// Notes `text` beside every allocation from now on; an empty text ends that.
+/// Notes `text` beside every later allocation; an empty text ends that.
 pub(crate) fn set_metadata(py: Python<'_>, text: &str) {
     let is_full = {
         let mut texts = lock(&TEXTS);
@@ -139,17 +142,17 @@ pub(crate) fn set_metadata(py: Python<'_>, text: &str) {
     }
 }
 
-/// What is noted beside every allocation now.
+/// Returns the metadata that is noted beside every allocation now.
 pub(crate) fn metadata() -> String {
     current().map(|(_, text)| text.to_string()).unwrap_or_default()
 }
 
-/// Somebody reads what tags stand for, until this is dropped: what was there when it began stays.
+/// Keeps sweeps from removing anything, until this is dropped.
 #[derive(Debug)]
 pub(crate) struct Reading(());
 
 impl Reading {
-    /// To be called before an engine is asked.
+    /// Begins to read. Call this before reading tags from an engine.
     pub(crate) fn begin() -> Self {
         READERS.fetch_add(1, Ordering::SeqCst);
         Self(())
@@ -162,13 +165,15 @@ impl Drop for Reading {
     }
 }
 
-/// How many stacks and texts are kept.
+/// Returns the number of stacks and of texts that are kept.
 pub(crate) fn kept() -> (usize, usize) {
     (stacks::kept(), lock(&TEXTS).kept.len())
 }
 
-/// Forgets the stacks and texts that nobody refers to any more. Takes the lock of every engine in turn, so none may be
-/// held; code that went with its last stack may have Python run something.
+/// Removes the stacks and texts that nothing refers to.
+///
+/// Takes the lock of every engine in turn, so the caller must not hold one. Dropping a code object
+/// may run Python code.
 #[cold]
 pub(crate) fn sweep(py: Python<'_>) {
     if kept() == (0, 0) {
@@ -183,20 +188,21 @@ pub(crate) fn sweep(py: Python<'_>) {
         let mut before = Tag::NONE;
         engine.tags_in_use(|tag| {
             looked_at += 1;
-            // The same ones often come one after another.
+            // Equal tags often follow each other.
             if std::mem::replace(&mut before, tag) != tag {
                 stacks_used.extend(stack_of(tag).map(|stack| stack.0));
                 texts_used.extend(text_of(tag));
             }
         });
     }
-    // Who begins to read from here on finds in an engine only what was used above, or is on its way since.
+    // A reader that begins after this load finds in an engine only tags that were read above, or
+    // that were on their way since.
     if READERS.load(Ordering::SeqCst) > 0 {
         stacks::give_up_sweep(of_stacks);
         lock(&TEXTS).kept.give_up_sweep(of_texts);
         return;
     }
-    // Dropped with the lock let go.
+    // Dropped after the lock is released.
     let _texts = lock(&TEXTS).kept.end_sweep(of_texts, &texts_used, looked_at);
     stacks::end_sweep(py, of_stacks, &stacks_used, looked_at);
 }

@@ -1,23 +1,25 @@
 //! PyTorch's own threads.
 //!
-//! Gradients are computed by threads that PyTorch makes, one per device, while the thread that asked for them waits.
-//! They allocate in its name: nobody is to wait for memory that such a thread holds, or the other way round.
+//! PyTorch computes gradients on threads of its own, one for each device, while the thread that
+//! called `backward()` waits. They allocate in the name of that thread. The engine must know them:
+//! neither thread may wait for memory that the other holds.
 
-/// What PyTorch begins the names of those threads with.
+/// The prefix of the names that PyTorch gives these threads.
 const GRADIENTS: &[u8] = b"pt_autograd_";
 
-/// Lets the engine know those threads.
+/// Registers these threads with the engine.
 pub(crate) fn know() {
     cushion::core::set_followers(computes_gradients);
 }
 
-/// Whether this is one of them.
+/// Whether the current thread computes gradients for PyTorch.
 pub(crate) fn computes_gradients() -> bool {
-    // As long as a thread's name may be, and the zero behind it.
+    // The longest name of a thread has 15 bytes, and a nul follows it.
     let mut name = [0_u8; 16];
-    // SAFETY: it has no precondition.
+    // SAFETY: the function has no precondition.
     let this = unsafe { libc::pthread_self() };
-    // SAFETY: the thread is this one, and `name` has as many bytes as are said.
+    // SAFETY: the thread is alive, because it is the current one. `name` can be written to, and its
+    // length is given.
     let failed = unsafe { libc::pthread_getname_np(this, name.as_mut_ptr().cast(), name.len()) };
     failed == 0 && name.starts_with(GRADIENTS)
 }

@@ -1,18 +1,19 @@
 //! Python's global lock, from inside an allocator.
 //!
-//! PyTorch calls with the lock held or without it. A thread that has to wait for memory with the lock held
-//! would keep others from freeing some, so it gives the lock up first. An allocation does so for nothing less, and
-//! a free never: a caller may hold a mutex of its own besides, and whoever takes the lock meanwhile may want that
-//! mutex.
+//! PyTorch calls Cushion with or without the lock. A thread that waits for memory while it holds
+//! the lock would keep other threads from freeing memory, so it releases the lock before it waits.
+//! An allocation releases the lock only before a wait, and a free never releases it: the caller may
+//! also hold a mutex of its own, and a thread that takes the lock meanwhile may want that mutex.
 //!
-//! Whether a thread holds the lock is asked by comparing its own state with the current one, for which the
-//! function is outside the stable interface and so is looked up at run time. (`PyGILState_Check` says yes to every
-//! thread once there was a second interpreter.)
+//! A thread holds the lock if its own thread state is the current one. The function that returns
+//! the current state is outside the stable interface, so it is looked up at run time.
+//! (`PyGILState_Check` returns true for every thread once a second interpreter has existed.)
 //!
-//! A thread that is short of memory may hold what the lock's owner waits for: a mutex of a C++ library, or its own
-//! end. It asks for the lock by [`attach_within`], which gives up where the lock does not change hands.
+//! A thread that is short of memory may hold a resource that the owner of the lock waits for: a
+//! mutex of a C++ library, or the end of the thread itself. Such a thread takes the lock through
+//! [`attach_within`], which gives up if the lock does not change hands.
 //!
-//! Once the interpreter begins to shut down ([`stop`]) nothing here touches it any more.
+//! After the interpreter begins to shut down ([`stop`]), no function here touches it.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::sync_channel;
@@ -24,31 +25,34 @@ use cushion::devices;
 use pyo3::Python;
 use pyo3::ffi::{self, PyThreadState};
 
-use crate::lock;
-use crate::symbols::Loaded;
+use crate::process::lock;
+use crate::process::symbols::Loaded;
 
 type CurrentState = unsafe extern "C" fn() -> *mut PyThreadState;
 
 static STOPPED: AtomicBool = AtomicBool::new(false);
 
-/// How many threads of our own want the lock, or have it.
+/// How many threads of Cushion wait for the lock or hold it.
 static OURS: Mutex<usize> = Mutex::new(0);
+/// Notified when `OURS` decreases.
 static FEWER: Condvar = Condvar::new();
 
 fn ours() -> MutexGuard<'static, usize> {
     lock(&OURS)
 }
 
-/// From now on nobody calls into Python. The caller has given the lock up: our own threads that want it get it once
-/// more, since the interpreter ends a thread that asks for it too late in the middle of whatever it does.
+/// Ends all calls into Python.
+///
+/// The caller has released the lock. Threads of Cushion that wait for the lock get it once more:
+/// the interpreter ends a thread that asks for the lock too late, whatever that thread is doing.
 pub(crate) fn stop() {
     const PATIENCE: Duration = Duration::from_secs(1);
     STOPPED.store(true, Ordering::SeqCst);
-    // In a child made by fork they are gone.
+    // A child made by fork does not have these threads.
     if devices().is_abandoned() {
         return;
     }
-    // One that takes longer is left to its fate.
+    // After the timeout the interpreter may end the threads that are left.
     let _ = FEWER.wait_timeout_while(ours(), PATIENCE, |ours| *ours > 0);
 }
 
@@ -63,32 +67,37 @@ pub(crate) fn is_held() -> bool {
     let find = || {
         let process = Loaded::process();
         let names = [c"PyThreadState_GetUnchecked", c"_PyThreadState_UncheckedGet"];
-        // SAFETY: the interpreter defines both with this type, the second up to 3.12.
+        // SAFETY: the interpreter defines both functions with this type; the second one up to 3.12.
         names.into_iter().find_map(|name| unsafe { process.function(name) })
     };
     let Some(current) = CURRENT.get_or_init(find).filter(|_| is_running()) else { return false };
-    // SAFETY: it has no precondition; without a state of its own, a thread gets null.
+    // SAFETY: the function has no precondition. It returns null for a thread without a state.
     let own = unsafe { ffi::PyGILState_GetThisThreadState() };
-    // SAFETY: it has no precondition; the state is only compared.
+    // SAFETY: the function has no precondition. The returned state is only compared.
     !own.is_null() && own == unsafe { current() }
 }
 
-/// Runs `f` with the lock, whoever gave it up before.
+/// Runs `f` with the lock. The interpreter must be running.
 ///
-/// PyO3 alone would not do: it counts its own uses of the lock on this thread, and takes one that is open
-/// for the lock itself. Below an observer, which PyO3 calls, PyTorch gives the lock up on its own.
+/// `Python::attach` alone is not enough: PyO3 counts its own uses of the lock on this thread, and
+/// takes an open use for the lock itself. PyTorch may release the lock by itself below an observer
+/// that PyO3 has called.
 pub(crate) fn attach<T>(f: impl FnOnce(Python<'_>) -> T) -> T {
-    // SAFETY: the interpreter runs, which every caller asks first; `Ensured` undoes it.
+    // SAFETY: the interpreter must be running, which every caller checks. `Ensured` releases the
+    // state on this thread, after every use that begins inside.
     let _ensured = Ensured(unsafe { ffi::PyGILState_Ensure() });
     Python::attach(f)
 }
 
-/// Runs `f` with the lock; not at all if Python shuts down, or if the lock is not given up by whoever has it for as
-/// long as `patience`. Then the caller goes on without it, and so it does if `f` takes longer than `at_most`.
+/// Runs `f` with the lock, and returns its result.
 ///
-/// Python can only wait for its lock for ever, so another thread asks first: that it got it says that it changes hands. A
-/// thread that Python knows then runs `f` itself: it had the lock before, and will need it again. One that Python does not
-/// know has `f` run by such another thread.
+/// Returns none if Python shuts down, if the lock does not change hands within `patience`, or if
+/// `f` runs on another thread for longer than `at_most`.
+///
+/// Python can only wait for its lock without a timeout. Therefore another thread takes the lock
+/// first, which shows that the lock changes hands. A thread that Python knows then runs `f` itself:
+/// it held the lock before and will need it again. For a thread that Python does not know, a new
+/// thread runs `f`.
 pub(crate) fn attach_within<T: Send + 'static>(
     patience: Duration,
     at_most: Duration,
@@ -116,17 +125,17 @@ pub(crate) fn attach_within<T: Send + 'static>(
 
 /// Whether Python knows this thread.
 fn is_known() -> bool {
-    // SAFETY: it has no precondition.
+    // SAFETY: the function has no precondition.
     !unsafe { ffi::PyGILState_GetThisThreadState() }.is_null()
 }
 
-/// As [`attach`], for a thread of our own: not at all if Python shuts down.
+/// Runs `f` with the lock on a thread of Cushion. Returns none if Python shuts down.
 pub(crate) fn attach_ours<T>(f: impl FnOnce(Python<'_>) -> T) -> Option<T> {
     let _counted = Counted::new();
     is_running().then(|| attach(f))
 }
 
-/// One of our own threads that wants the lock, or has it, until this is dropped.
+/// Counts one thread of Cushion that waits for the lock or holds it, until this is dropped.
 struct Counted(());
 
 impl Counted {
@@ -143,11 +152,14 @@ impl Drop for Counted {
     }
 }
 
-/// So many threads of our own that want the lock, or have it, are stuck: no more are made.
+/// No more threads are started while this many wait for the lock or hold it.
 const MOST_OURS: usize = 64;
 
-/// Has a thread of its own run `f` with the lock; waits `patience` for it to begin, and then `at_most` for it to end.
-/// Shortages are rare: a thread that is kept would be one that can be stuck, with everybody's work behind it.
+/// Runs `f` with the lock on a new thread. Waits `patience` for `f` to begin, then `at_most` for it
+/// to end.
+///
+/// A thread for each call is affordable, because shortages are rare. One permanent thread could
+/// block, and then all later calls would wait behind it.
 fn run_elsewhere<T: Send + 'static>(
     patience: Duration,
     at_most: Duration,
@@ -158,7 +170,7 @@ fn run_elsewhere<T: Send + 'static>(
     }
     let (begin, begun) = sync_channel(1);
     let (reply, result) = sync_channel(1);
-    // Who asked may have given up: then it is not begun, or its result is nobody's.
+    // The caller clears this when it gives up before `f` begins; then `f` does not run.
     let wanted = Arc::new(AtomicBool::new(true));
     let still_wanted = Arc::clone(&wanted);
     let work = move || {
@@ -181,24 +193,26 @@ struct Ensured(ffi::PyGILState_STATE);
 
 impl Drop for Ensured {
     fn drop(&mut self) {
-        // SAFETY: the state is of this thread's latest use that is still open.
+        // SAFETY: the state comes from `PyGILState_Ensure` on this thread, and all uses that began
+        // after it are closed: `attach` drops this last.
         unsafe { ffi::PyGILState_Release(self.0) };
     }
 }
 
-/// The lock, given up until this is dropped.
+/// The lock, released until this is dropped.
 #[derive(Debug)]
 pub(crate) struct Released(*mut PyThreadState);
 
-/// Gives the lock up if this thread holds it.
+/// Releases the lock if this thread holds it.
 pub(crate) fn release() -> Option<Released> {
-    // SAFETY: this thread holds the lock, with its own state, which is saved.
+    // SAFETY: the thread must hold the lock, which `is_held` checks. `Released` restores the state.
     is_held().then(|| Released(unsafe { ffi::PyEval_SaveThread() }))
 }
 
 impl Drop for Released {
     fn drop(&mut self) {
-        // SAFETY: the state is this thread's own, saved above.
+        // SAFETY: the state belongs to this thread, because a raw pointer keeps `Released` on it;
+        // `PyEval_SaveThread` returned it, and the thread does not hold the lock.
         unsafe { ffi::PyEval_RestoreThread(self.0) };
     }
 }

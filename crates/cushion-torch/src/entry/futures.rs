@@ -1,8 +1,8 @@
-//! Memory as a future of Python's: requests that no thread waits for.
+//! Memory as a Python future: requests for which no thread waits.
 //!
-//! One thread goes on with each request when something it waits for has happened: whoever gives memory back only
-//! notes that, and never needs Python's lock for it. When a request is served or refused, a function of Python's is
-//! called with the outcome.
+//! One thread polls all requests. A thread that frees memory only queues the requests that can
+//! continue, and does not need Python's lock for that. When a request is served or refused, the
+//! polling thread calls a Python function with the outcome.
 
 use std::collections::VecDeque;
 use std::future::Future;
@@ -16,39 +16,42 @@ use cushion::DeviceDriver;
 use cushion::core::{AllocError, AllocFuture, is_in_callback};
 use pyo3::prelude::*;
 
-use crate::recorder::Noted;
-use crate::throw::Failure;
-use crate::{callbacks, gil, lock, refusal};
+use crate::history::recorder::Noted;
+use crate::process::{lock, panic_text};
+use crate::python::{exceptions, gil};
+use crate::pytorch::throw::Failure;
+use crate::shortage::refusal;
 
 type Request = AllocFuture<'static, DeviceDriver>;
 
-/// A request on its way.
+/// A request, until it ends.
 struct Task {
     device: i64,
-    /// None once it is over. What is noted beside it stays as long.
+    /// The request and its notes. None after the request has ended.
     request: Mutex<Option<(Request, Noted)>>,
-    /// What is called at the end, with the address, or none and why.
+    /// The function that gets the outcome. None after it was called.
     done: Mutex<Option<Py<PyAny>>>,
-    /// Whether it waits to be gone on with.
+    /// Whether the request is in the queue to be polled.
     queued: AtomicBool,
     cancelled: AtomicBool,
 }
 
-/// A request that can be given up.
+/// A request that can be cancelled.
 #[pyclass(frozen)]
 pub(crate) struct Pending(Arc<Task>);
 
 #[pymethods]
 impl Pending {
-    /// Gives the request up, unless it is over; `done(None, None, False)` says that it was.
+    /// Cancels the request, unless it has ended; `done(None, None, False)` reports that.
     fn cancel(&self) {
         self.0.cancelled.store(true, Ordering::Release);
-        // Not here: the request may be at a rung that needs Python's lock, which this thread has.
+        // The polling thread drops the request. Here it may be locked by a rung that needs Python's
+        // lock, which this thread holds.
         Arc::clone(&self.0).wake();
     }
 }
 
-/// Goes on with requests.
+/// Polls the requests that can continue.
 #[derive(Default)]
 struct Executor {
     ready: Mutex<VecDeque<Arc<Task>>>,
@@ -57,7 +60,7 @@ struct Executor {
 
 static EXECUTOR: OnceLock<Executor> = OnceLock::new();
 
-/// Holds the requests to go on with, while this process forks.
+/// Locks the queue while this process forks.
 pub(crate) fn hold() -> impl Sized + 'static {
     EXECUTOR.get().map(|executor| lock(&executor.ready))
 }
@@ -74,8 +77,9 @@ impl Wake for Task {
     }
 }
 
-/// Starts a request; calls `done(address, None, False)`, or `done(None, why, is_out_of_memory)`, when it is over, or
-/// `done(None, None, False)` when it was given up.
+/// Starts a request. Calls `done(address, None, False)` when it is served,
+/// `done(None, why, is_out_of_memory)` when it is refused, and `done(None, None, False)` when it is
+/// cancelled.
 pub(crate) fn start(
     device: i64,
     request: (Request, Noted),
@@ -89,7 +93,8 @@ pub(crate) fn start(
         cancelled: AtomicBool::new(false),
     });
     if is_in_callback() {
-        // It never waits; and the thread of futures may be the one that waits for this callback.
+        // A request of a callback never waits, so it is polled here. The polling thread may be the
+        // one that waits for this callback.
         task.queued.store(true, Ordering::Release);
         Arc::clone(&task).go_on();
     } else {
@@ -99,6 +104,7 @@ pub(crate) fn start(
     Ok(Pending(task))
 }
 
+/// Starts the polling thread, if it does not run yet.
 fn begin() -> Result<(), Failure> {
     static BEGUN: Mutex<bool> = Mutex::new(false);
     let mut begun = lock(&BEGUN);
@@ -106,7 +112,7 @@ fn begin() -> Result<(), Failure> {
         let executor = EXECUTOR.get_or_init(Executor::default);
         let thread = std::thread::Builder::new().name("cushion-futures".to_owned());
         thread.spawn(|| executor.run()).map_err(|error| {
-            Failure::Other(format!("Cushion: no thread for memory as a future: {error}"))
+            Failure::Other(format!("Cushion: the thread for futures cannot be started: {error}"))
         })?;
         *begun = true;
     }
@@ -124,22 +130,23 @@ impl Executor {
                 }
             };
             drop(ready);
-            // A bug of ours in one request is not to leave all others without an end.
-            let failed = catch_unwind(AssertUnwindSafe(|| Arc::clone(&task).go_on())).is_err();
-            if failed {
-                let text = "Cushion: a bug of its own, please report it: a request panicked";
-                task.tell((None, Some(text.to_owned()), false));
+            // A panic in one request must not end the thread, which all others need.
+            if let Err(panic) = catch_unwind(AssertUnwindSafe(|| Arc::clone(&task).go_on())) {
+                let what = panic_text(&*panic);
+                let text = format!("Cushion: internal error, please report it: {what}");
+                task.tell((None, Some(text), false));
             }
         }
     }
 }
 
 impl Task {
+    /// Polls the request once.
     fn go_on(self: Arc<Self>) {
         self.queued.store(false, Ordering::Release);
         let mut request = lock(&self.request);
         if self.cancelled.load(Ordering::Acquire) {
-            // Gives its place back.
+            // Dropping the request gives up its place in the queue of the engine.
             *request = None;
             drop(request);
             self.tell((None, None, false));
@@ -155,7 +162,8 @@ impl Task {
             Ok(address) => self.tell((Some(address), None, false)),
             Err(error) if is_in_callback() => self.refuse(&error),
             Err(error) => {
-                // A refusal may make the program's last calls: others are not to wait for those.
+                // On a thread of its own: a refusal may make the last calls of the program, and
+                // other requests must not wait for them.
                 let (task, theirs) = (Arc::clone(&self), error.clone());
                 let thread = std::thread::Builder::new().name("cushion-refusal".to_owned());
                 if thread.spawn(move || task.refuse(&theirs)).is_err() {
@@ -167,7 +175,7 @@ impl Task {
 
     fn refuse(&self, error: &AllocError) {
         match refusal::refused(self.device, error) {
-            Failure::OutOfMemory(text) => self.tell((None, Some(text), true)),
+            Failure::OutOfMemory { message, .. } => self.tell((None, Some(message), true)),
             Failure::Other(text) => self.tell((None, Some(text), false)),
         }
     }
@@ -178,7 +186,7 @@ impl Task {
             if let Some(done) = done
                 && let Err(error) = done.call1(py, outcome)
             {
-                callbacks::show(py, error, done.bind(py));
+                exceptions::show(py, error, done.bind(py));
             }
         });
     }

@@ -1,5 +1,5 @@
-//! Snapshots as PyTorch's `_cuda_memorySnapshot` returns them, so that its own tools, its viewer and
-//! `cushion replay` read them.
+//! Snapshots in the form of PyTorch's `_cuda_memorySnapshot`, which PyTorch's tools, its viewer and
+//! `cushion replay` read.
 
 use cushion::core::{
     Action, BlockFigures, BlockUse, Entry, Options, Policy, PoolId, SegmentFigures,
@@ -10,13 +10,15 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 use rustc_hash::FxHashMap;
 
-use crate::recorder::{self, Level, Reading};
-use crate::stacks::{self, StackId};
-use crate::{gil, plugin};
+use crate::history::recorder::{self, Level, Reading};
+use crate::history::stacks::{self, StackId};
+use crate::python::gil;
 
-/// All segments, and the events kept, of one private pool or of everything.
+/// Returns all segments and the recorded events of `device_count` devices, of all pools or of one
+/// private pool.
 pub(crate) fn snapshot(
     py: Python<'_>,
+    device_count: usize,
     only: Option<PoolId>,
     with_traces: bool,
 ) -> PyResult<Bound<'_, PyDict>> {
@@ -25,10 +27,10 @@ pub(crate) fn snapshot(
     let segments = PyList::empty(py);
     let mut traces = Vec::new();
     if with_traces {
-        traces.resize_with(plugin::device_count(), || PyList::empty(py));
+        traces.resize_with(device_count, || PyList::empty(py));
     }
     for (device, engine) in devices().made() {
-        // Without Python's lock: the engine's own may be kept for a while.
+        // Without Python's lock, because another thread may hold the engine's lock for a while.
         let (now, history) = {
             let _released = gil::release();
             if with_traces {
@@ -53,14 +55,14 @@ pub(crate) fn snapshot(
     result.set_item("segments", segments)?;
     result.set_item("device_traces", traces)?;
     result.set_item("allocator_settings", settings(py, &devices().options())?)?;
-    // PyTorch's own, which its allocator does not tell us of.
+    // PyTorch keeps these lists itself, and does not pass them to a plug-in.
     for key in ["external_annotations", "host_segments", "host_traces"] {
         result.set_item(key, PyList::empty(py))?;
     }
     Ok(result)
 }
 
-/// Writes dicts; the frames of one stack are one list, so that a pickle holds them once.
+/// Writes dicts. The frames of one stack are one list, so that a pickle holds them once.
 struct Writer<'py> {
     py: Python<'py>,
     frames: FxHashMap<StackId, Bound<'py, PyList>>,
@@ -140,7 +142,7 @@ impl<'py> Writer<'py> {
     }
 }
 
-/// The settings as PyTorch writes them into a snapshot, and that they are Cushion's.
+/// Returns the allocator settings in PyTorch's form, and the version of Cushion.
 fn settings<'py>(py: Python<'py>, options: &Options) -> PyResult<Bound<'py, PyDict>> {
     let settings = PyDict::new(py);
     settings.set_item("PYTORCH_CUDA_ALLOC_CONF", options.to_torch_conf())?;
