@@ -17,7 +17,7 @@ use crate::backing::Backing;
 use crate::base::clock::{Bell, Clock};
 use crate::base::looks::Looks;
 use crate::demand::Demand;
-use crate::driver::{Driver, DriverResult, Properties, StreamId};
+use crate::driver::{Driver, DriverResult, Properties};
 use crate::heap::Heap;
 use crate::ledger::Ledger;
 use crate::ledger::history::History;
@@ -40,11 +40,18 @@ pub(crate) struct Core<D> {
     pub(crate) demand: Demand,
     pub(crate) history: History,
     pub(crate) options: Options,
-    /// The policy that was asked for last.
-    pub(crate) policy: Policy,
-    ladder: Ladder,
-    pub(crate) told_later: ToldLater,
+    pub(crate) setup: Setup,
     looks: Looks,
+}
+
+/// What the paths of a hit and a free do not look at.
+#[derive(Debug)]
+pub(crate) struct Setup {
+    /// The policy in force.
+    pub(crate) policy: Policy,
+    pub(crate) ladder: Ladder,
+    /// Tags of receipts in the making.
+    pub(crate) told_later: ToldLater,
 }
 
 /// The core while the lock is held.
@@ -53,9 +60,7 @@ pub(crate) struct Locked<'lock, D> {
     pub(crate) mem: Mem<'lock, D>,
     pub(crate) policies: &'lock mut Policies<D>,
     pub(crate) demand: &'lock mut Demand,
-    pub(crate) told_later: &'lock mut ToldLater,
-    pub(crate) ladder: Ladder,
-    pub(crate) policy: Policy,
+    pub(crate) setup: &'lock mut Setup,
 }
 
 /// What all threads share.
@@ -103,9 +108,7 @@ impl<D: Driver> Shared<D> {
             demand: Demand::default(),
             history: History::default(),
             options,
-            policy,
-            ladder,
-            told_later: ToldLater::default(),
+            setup: Setup { policy, ladder, told_later: ToldLater::default() },
             looks: Looks::default(),
         };
         Self {
@@ -129,6 +132,7 @@ impl<D: Driver> Shared<D> {
     }
 
     /// The core of a lock that is held, open for changes.
+    #[inline]
     pub(crate) fn open<'lock>(&'lock self, core: &'lock mut Core<D>) -> Locked<'lock, D> {
         let Core { heap, backing, streams, policies, demand, history, .. } = core;
         let ledger = Ledger::new(&self.counters, history, &*self.clock);
@@ -139,11 +143,10 @@ impl<D: Driver> Shared<D> {
             ledger,
             options: &core.options,
             driver: &self.driver,
-            device: self.device,
+            device: &self.device,
             looks: &core.looks,
         };
-        let (ladder, policy) = (core.ladder, core.policy);
-        Locked { mem, policies, demand, told_later: &mut core.told_later, ladder, policy }
+        Locked { mem, policies, demand, setup: &mut core.setup }
     }
 
     /// The lock. It is held for less time than it takes to put a thread to sleep and to wake it, unless the driver is being
@@ -215,8 +218,7 @@ impl<D: Driver> Shared<D> {
     /// under way, or begin.
     pub(crate) fn wait_for_device(&self) -> DriverResult<Proof> {
         let until = self.locked(|core| core.mem.streams.now());
-        // Any stream's name will do: the driver waits for all of them.
-        self.driver.stream_synchronize(StreamId(0))?;
+        Streams::wait_for_device(&self.driver)?;
         let proof = Proof::of_device(until);
         self.locked(|mut core| {
             core.mem.streams.device_waited_for(core.mem.heap, proof);

@@ -23,6 +23,7 @@ use crate::base::names::{PolicyIndex, Tag};
 use crate::driver::{Driver, DriverResult, EventId, Properties};
 use crate::heap::Chains;
 use crate::heap::block::{Block, BlockId};
+use crate::heap::segment::Kind;
 use crate::memory::unmap::{Calls, Unmapping};
 use crate::memory::{Found, GiveBack, Mem, Request};
 use crate::options::Policy;
@@ -45,18 +46,17 @@ pub(crate) trait Rules<D: Driver>: fmt::Debug + Send {
         self.find(mem, request)
     }
 
-    /// Turns what was found into a free block of its lane that begins where the request is to be served.
-    fn prepare(&mut self, mem: &mut Mem<'_, D>, found: Found, request: &Request) -> BlockId {
-        match found {
-            Found::Block(id) => id,
-            Found::Within { block, address } => {
-                if mem.heap[block].address != address {
-                    mem.heap.cut_within_lane(block, address, address + request.size);
-                }
-                block
-            }
-            Found::Stitch(_) => unreachable!("only a policy that stitches finds stitches"),
-        }
+    /// Turns what was found into a free block of its lane that begins where the request is to be served. Also returns
+    /// whether its rest becomes a block of its own.
+    fn prepare(
+        &mut self,
+        mem: &mut Mem<'_, D>,
+        found: Found,
+        request: &Request,
+    ) -> (BlockId, bool) {
+        let Found::Block(id) = found else { unreachable!("it finds free blocks only") };
+        let splits = mem.heap[id].size > request.size && self.splits(mem, id, request.size);
+        (id, splits)
     }
 
     /// Whether the rest of a free block, which is larger than `size`, becomes a block of its own.
@@ -111,9 +111,9 @@ pub(crate) trait Rules<D: Driver>: fmt::Debug + Send {
         mem.unmap_pages(idle, what, calls, |_, _, _| true)
     }
 
-    /// A pending block in one of its segments is free for reuse.
-    fn complete_free(&mut self, mem: &mut Mem<'_, D>, id: BlockId, tag: Tag) {
-        mem.complete_free(id, tag);
+    /// A pending block in one of its segments, which is of this kind, is free for reuse.
+    fn complete_free(&mut self, mem: &mut Mem<'_, D>, id: BlockId, kind: Kind, tag: Tag) {
+        mem.complete_free(id, kind, tag);
     }
 
     // ---- memory that it gives back by itself ----

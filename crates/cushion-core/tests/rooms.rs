@@ -106,8 +106,13 @@ mod tests {
             "set_access",
             "memory_info",
         ];
-        const EVENTS: [&str; 4] =
-            ["event_create", "event_record", "event_query", "event_synchronize"];
+        const EVENTS: [&str; 5] = [
+            "event_create",
+            "event_record",
+            "event_query",
+            "event_synchronize",
+            "stream_synchronize",
+        ];
         let mut found = Vec::new();
         files(&source(), &mut found);
         let mut wrong = Vec::new();
@@ -117,7 +122,7 @@ mod tests {
                 continue;
             }
             let code = code(&path);
-            let calls = |call: &&str| code.contains(&format!("driver.{call}("));
+            let calls = |call: &&&str| code.contains(&format!("driver.{call}("));
             if room != "backing" {
                 wrong.extend(MEMORY.iter().filter(calls).map(|it| format!("{room} calls {it}")));
             }

@@ -379,7 +379,13 @@ impl Streams {
         driver.event_synchronize(event)
     }
 
-    /// Destroys the events that nobody waits for: at the end of the engine.
+    /// Waits, without the lock, for all work on the device.
+    pub(crate) fn wait_for_device(driver: &impl Driver) -> DriverResult<()> {
+        // Any stream's name will do: the driver waits for all of them.
+        driver.stream_synchronize(StreamId(0))
+    }
+
+    /// The events that nobody waits for, for the engine to destroy at its end.
     pub(crate) fn take_idle_events(&mut self) -> Vec<EventId> {
         std::mem::take(&mut self.idle_events)
     }
