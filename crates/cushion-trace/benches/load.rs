@@ -1,9 +1,9 @@
 //! How fast snapshots of a gibibyte are read, and how much memory that takes.
 //!
-//! The file is written as it is read, as Python's pickle (protocol 4) or `json.dump` would write it:
-//! the events of a shipped trace over and over, with and without stacks. Each row is a process of its
-//! own, so that its peak of memory (`VmHWM`) is the reader's, with the few megabytes of the events to
-//! be repeated. The last column is the peak once the trace was replayed too.
+//! The file is written as it is read, as Python's pickle (protocol 4) or `json.dump` would write
+//! it: the events of a shipped trace over and over, with and without stacks. Each row is a process
+//! of its own, so that its peak of memory (`VmHWM`) is the reader's, with the few megabytes of the
+//! events to be repeated. The last column is the peak once the trace was replayed too.
 
 #![expect(clippy::print_stdout, reason = "the bench's table is its output")]
 #![expect(clippy::disallowed_methods, reason = "a bench measures real time")]

@@ -1,9 +1,10 @@
 //! How much memory `paged` wastes, and what it asks of the driver, as against `expandable`.
 //!
-//! `cargo bench -p cushion-trace --bench waste -- TRACE...` replays each trace with no limit. Small changes of the page
-//! size move the result by chance, so each trace runs with nine sizes (72 to 88 MiB in steps of 2, where 80 is
-//! the default), and the median is shown with the least and the most. The excess is peak
-//! reserved over peak live; driver time is priced by the simulator, as a multiple of `expandable`'s.
+//! `cargo bench -p cushion-trace --bench waste -- TRACE...` replays each trace with no limit. Small
+//! changes of the page size move the result by chance, so each trace runs with nine sizes (72 to 88
+//! MiB in steps of 2, where 80 is the default), and the median is shown with the least and the
+//! most. The excess is peak reserved over peak live; driver time is priced by the simulator, as a
+//! multiple of `expandable`'s.
 
 #![expect(clippy::print_stdout, reason = "the bench's table is its output")]
 

@@ -1,5 +1,5 @@
-//! A short, repeatable run of the fuzz targets: every file of their corpus as it is, then damaged in
-//! many ways. `make fuzz` runs them for as long as one likes.
+//! A short, repeatable run of the fuzz targets: every file of their corpus as it is, then damaged
+//! in many ways. `make fuzz` runs them for as long as one likes.
 
 #[path = "../../../fuzz/bodies.rs"]
 mod bodies;

@@ -1,5 +1,5 @@
-//! Traces that begin in the middle of a run: the last part of a trace, with the segments of its end, is
-//! what PyTorch's ring of events leaves of a long run.
+//! Traces that begin in the middle of a run: the last part of a trace, with the segments of its
+//! end, is what PyTorch's ring of events leaves of a long run.
 
 #[cfg(test)]
 mod tests {
@@ -84,9 +84,9 @@ mod tests {
         }
     }
 
-    /// Random programs under every option. Where they do not agree, the file does not tell why: which
-    /// private pool a segment belonged to that was given back before the end, and how long cached
-    /// blocks had been idle.
+    /// Random programs under every option. Where they do not agree, the file does not tell why:
+    /// which private pool a segment belonged to that was given back before the end, and how long
+    /// cached blocks had been idle.
     #[test]
     fn corners_go_on_from_their_middle() {
         let lines = include_str!("../../../tests/traces/corners/stats.jsonl");

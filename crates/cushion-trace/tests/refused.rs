@@ -35,7 +35,8 @@ mod tests {
             let Room::Limit { at_least, below } = oom.room else { panic!("{name}: {oom:?}") };
             assert!((at_least..below).contains(&limit), "{name}: {oom:?}");
             assert_eq!(oom.room.capacity(), Some(at_least));
-            // A replay meets the same refusal: with the limit that was, and with the one named for it.
+            // A replay meets the same refusal: with the limit that was, and with the one named for
+            // it.
             let met = |capacity| {
                 let config = ReplayConfig {
                     policy: program.policy,

@@ -1,5 +1,5 @@
-//! A run recorded under `paged` and replayed under `paged` asks the driver for the same, though a trace does not say
-//! which stream was at work when.
+//! A run recorded under `paged` and replayed under `paged` asks the driver for the same, though a
+//! trace does not say which stream was at work when.
 
 #[cfg(test)]
 mod tests {
@@ -27,8 +27,8 @@ mod tests {
     }
 
     impl Recorded {
-        /// A program on three streams, each at work or idle by chance. One of them allocates to a private pool now and
-        /// then.
+        /// A program on three streams, each at work or idle by chance. One of them allocates to a
+        /// private pool now and then.
         fn run(seed: u64) -> Self {
             let driver = Arc::new(SimDriver::new(SimConfig::with_capacity(64 * GIB)));
             let clock = Arc::new(SimClock::new(Arc::clone(&driver)));
