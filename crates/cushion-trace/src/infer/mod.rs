@@ -33,8 +33,8 @@ impl Program {
             });
             if labels.inferred() > 0 {
                 notes.push(format!(
-                    "{} segments that were released during the run are assigned to private pools by \
-                     inference",
+                    "{} segments that were released during the run are assigned to private pools \
+                     by inference",
                     labels.inferred()
                 ));
             }

@@ -74,8 +74,8 @@ pub enum TraceError {
 
     /// The file is not in a known format.
     #[error(
-        "not a trace: at byte 0, expected a PyTorch memory snapshot (pickle or JSON), an RMM log or \
-         a Cushion trace, plain or packed with gzip or zstd; found {found}"
+        "not a trace: at byte 0, expected a PyTorch memory snapshot (pickle or JSON), an RMM log \
+         or a Cushion trace, plain or packed with gzip or zstd; found {found}"
     )]
     Unknown {
         /// A description of the file.

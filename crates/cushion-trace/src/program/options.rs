@@ -16,8 +16,8 @@ pub(super) fn options_of(settings: &Settings, notes: &mut Vec<String>) -> Option
     }
     if options.per_process_memory_fraction < 1.0 {
         notes.push(format!(
-            "the run was limited to {} of its device, whose size is not recorded: --capacity sets a \
-             limit",
+            "the run was limited to {} of its device, whose size is not recorded: --capacity sets \
+             a limit",
             options.per_process_memory_fraction
         ));
     }

@@ -350,7 +350,8 @@ mod tests {
         let written: Value = serde_json::from_slice(&json(&snapshot)).unwrap();
         let block = |address, state| {
             serde_json::json!({
-                "address": address, "size": 512, "requested_size": 500, "state": state, "frames": [],
+                "address": address, "size": 512, "requested_size": 500, "state": state,
+                "frames": [],
             })
         };
         let expected = serde_json::json!({

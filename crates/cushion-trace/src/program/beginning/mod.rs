@@ -121,14 +121,13 @@ impl Beginning {
         }
         if self.homeless > 0 {
             notes.push(format!(
-                "the place of {} of those blocks is not known: the file does not have their segments",
+                "the place of {} of those blocks is not known: the file lacks their segments",
                 self.homeless
             ));
         }
         if self.unsettled > 0 {
             notes.push(format!(
-                "{} of those blocks may have been up to 1 MiB longer than assumed: the file does not \
-                 tell",
+                "{} of those blocks may have been up to 1 MiB longer than assumed here",
                 self.unsettled
             ));
         }

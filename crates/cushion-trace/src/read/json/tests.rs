@@ -212,6 +212,9 @@ fn every_truncated_text_is_an_error() {
     }
 }
 
+/// Tokens that are put together at random.
+const TOKENS: &[&str] = &["[", "]", "{", "}", ",", ":", "\"a\"", "1", "-2.5e1", "null", " "];
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(4000))]
 
@@ -236,10 +239,7 @@ proptest! {
     /// This reader and serde_json accept the same texts, except for what Python adds to JSON.
     #[test]
     fn agrees_with_serde_json(
-        tokens in vec(
-            prop::sample::select(vec!["[", "]", "{", "}", ",", ":", "\"a\"", "1", "-2.5e1", "null", " "]),
-            0..12,
-        ),
+        tokens in vec(prop::sample::select(TOKENS), 0..12),
     ) {
         let text = format!("[{}", tokens.concat());
         let theirs = serde_json::from_str::<serde_json::Value>(&text).is_ok();

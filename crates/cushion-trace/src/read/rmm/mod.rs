@@ -367,7 +367,8 @@ mod tests {
     fn columns_can_have_any_order_quotes_and_case() {
         let plain = events(format!("{HEADER}1,10:00:00:000001,allocate,0x10,7,0x2\n"));
         let others = [
-            "\u{feff}Thread,Time,Action,Pointer,Size,Stream\r\n1,10:00:00.000001,allocate,0x10,7,2\r\n",
+            "\u{feff}Thread,Time,Action,Pointer,Size,Stream\r\n\
+             1,10:00:00.000001,allocate,0x10,7,2\r\n",
             "\n\nStream,Size,Pointer,Action,Time\n0x2,7,10,allocate,10:00:00.000001",
             "\"Time\",\"Action\",\"Pointer\",\"Size\",\"Stream\",\"Note\"\n\
              \"10:00:00:000001\",\"allocate\",\"0x10\",\"7\",\"0x2\",\"a, b\"\n\n",
@@ -451,7 +452,8 @@ mod tests {
             flips in vec((any::<prop::sample::Index>(), any::<u8>()), 1..8),
             cells in vec(prop::sample::select(br#"",0x19:.- free"#.to_vec()), 0..40),
         ) {
-            let row = "1,23:59:59:999999,allocate failure,0xffffffffffffffff,18446744073709551615,0x2\n";
+            let row = "1,23:59:59:999999,allocate failure,0xffffffffffffffff,\
+                       18446744073709551615,0x2\n";
             let mut text = [HEADER, row, row].concat().into_bytes();
             for (place, byte) in flips {
                 let place = place.index(text.len());
