@@ -50,7 +50,7 @@ struct Slots {
 #[derive(Default)]
 pub(super) struct Skipped {
     pub(super) unknown_frees: u64,
-    /// Allocations at the address of a live one.
+    /// Allocations at the address of a live block.
     pub(super) overlaps: u64,
 }
 
@@ -139,7 +139,7 @@ impl<'a> Builder<'a> {
     fn alloc(&mut self, index: usize, event: Event) {
         self.enter_pool(self.pool_of(&event));
         if !self.expandable && self.holdings.is_paged(event.addr) {
-            // A request is served from an expandable segment only if they are on.
+            // PyTorch serves a request from an expandable segment only if the option is on.
             self.switch_expandable(true);
         }
         let slot = self.new_slot();

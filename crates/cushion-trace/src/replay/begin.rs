@@ -19,7 +19,7 @@ impl<W: Watch> Run<'_, W> {
         }
         self.seen.difference = None;
         if let Some(capacity) = self.goal.capacity {
-            // PyTorch ran with a higher limit. Under this one it would have released its cache.
+            // PyTorch ran with a higher limit. Under this limit it would have released its cache.
             if self.engine.live_and_reserved().1 > capacity {
                 self.engine.empty_cache()?;
             }

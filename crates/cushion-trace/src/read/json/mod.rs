@@ -1,9 +1,8 @@
 //! Reads JSON token by token into the same arena as pickles, so events are packed as they arrive.
 //!
-//! It is written by hand: `serde_json` with `DeserializeSeed` needs 6.7 s of CPU for 1 GiB of
-//! events against 8.4 s here (with stacks 8.6 against 8.3), but has no limit on the length of a
-//! string (1.1 GB of memory against 0.1 GB for a string of 1 GiB), and refuses what Python writes
-//! beyond JSON: NaN, lone surrogates and invalid UTF-8.
+//! Written by hand: `serde_json` with `DeserializeSeed` takes 6.7 s of CPU for 1 GiB of events
+//! against 8.4 s here (with stacks 8.6 against 8.3), but it holds a string of any length (1.1 GB of
+//! memory against 0.1 GB for a string of 1 GiB) and refuses NaN and Infinity, which Python writes.
 //!
 //! Nothing recurses, at any depth of nesting. Values of unknown keys are checked but not kept. JSON
 //! has no references, so every event repeats its frames; their slots in the arena are reused at
