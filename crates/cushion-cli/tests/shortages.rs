@@ -170,7 +170,7 @@ mod tests {
             assert!(output.stdout.is_empty());
             let talk = String::from_utf8_lossy(&output.stderr).into_owned();
             assert!(talk.contains(file), "{talk}");
-            assert!(file.starts_with("/no") || talk.contains("line 1 is no receipt"), "{talk}");
+            assert!(file.starts_with("/no") || talk.contains("line 1 is not a receipt"), "{talk}");
         }
     }
 
