@@ -32,6 +32,7 @@ pub struct Receipt {
     #[serde(skip)]
     pub owner: Owner,
     /// The tag of the request: the number of its stack, where those are recorded.
+    #[serde(rename = "context")]
     pub tag: Tag,
     /// That stack, innermost frame first.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -98,6 +99,7 @@ impl Outcome {
 #[non_exhaustive]
 pub struct Group {
     /// The tag: the number of a stack, where those are recorded.
+    #[serde(rename = "context")]
     pub tag: Tag,
     /// Bytes each was asked for with.
     pub each: u64,
