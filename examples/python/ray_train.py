@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 import sys
 import tempfile
 from typing import Any
@@ -68,7 +69,17 @@ def train(config: dict[str, Any]) -> None:
         optimizer.step()
         torch.distributed.all_reduce(loss)
         loss /= ray.train.get_context().get_world_size()
-        ray.train.report({"step": number, "loss": float(loss), **step.stats()})
+        report({"step": number, "loss": float(loss), **step.stats()}, model if number == STEPS else None)
+
+
+def report(metrics: dict[str, Any], model: torch.nn.Module | None) -> None:
+    """Ray keeps what is reported with a checkpoint, which one worker makes."""
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint = None
+        if model is not None and ray.train.get_context().get_world_rank() == 0:
+            torch.save(model.state_dict(), os.path.join(folder, "model.pt"))
+            checkpoint = ray.train.Checkpoint.from_directory(folder)
+        ray.train.report(metrics, checkpoint=checkpoint)
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import unittest
 
 import support
@@ -11,8 +12,10 @@ NO_GPU = {"LD_PRELOAD": None, "LD_LIBRARY_PATH": None, "CUDA_VISIBLE_DEVICES": "
 
 
 class Examples(unittest.TestCase):
-    def example(self, name: str, changes: dict[str, str | None]) -> str:
-        done = support.python(str(EXAMPLES / name), changes=changes)
+    def example(self, name: str, changes: dict[str, str | None], *arguments: str, ranks: int = 1) -> str:
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+        command = [*launcher, str(EXAMPLES / name), *arguments]
+        done = support.python(*command, changes=changes, timeout=180)
         self.assertEqual(done.returncode, 0, done.stderr)
         if not done.stdout.startswith("SKIPPED: "):
             self.assertEqual(done.stdout.splitlines()[-1], "ok")
@@ -58,6 +61,41 @@ class WithoutGpu(Examples):
         self.assertIn("segments: out of memory at a request of 0.40 GiB; the smallest card is 4.58 GiB", segments)
         self.assertIn("expandable: fits", expandable)
         self.assertIn("paged: fits", paged)
+
+
+@support.needs_torch
+class OnRanks(Examples):
+    """On the CPU, and with a rank that runs out of memory once. How these programs end is tested, too: threads that
+    wait for other ranks are there until then."""
+
+    def losses(self, said: str) -> list[str]:
+        return [line for line in said.splitlines() if ": loss " in line]
+
+    def test_torchrun(self) -> None:
+        said = self.example("torchrun_ddp.py", NO_GPU, "--short", "1", ranks=2)
+        self.assertIn("steps: 5; tries: 6; in parts: 3", said)
+        sharded = self.example("torchrun_ddp.py", NO_GPU, "--short", "0", "--fsdp2", ranks=2)
+        self.assertIn("steps: 5; tries: 6; in parts: 3", sharded)
+        self.assertEqual(len(self.losses(said)), 5)
+        self.assertEqual(self.losses(said), self.losses(sharded))
+
+    def test_one_rank(self) -> None:
+        self.assertIn("steps: 5; tries: 5; in parts: 0", self.example("torchrun_ddp.py", NO_GPU))
+
+    def test_trainer_of_hugging_face(self) -> None:
+        said = self.example("hf_trainer.py", NO_GPU, "--short", "1", ranks=2)
+        if said.startswith("SKIPPED: "):
+            self.skipTest(said)
+        self.assertIn("steps: 6; tries: 7; in parts: 5", said)
+        self.assertEqual(len(self.losses(said)), 3)
+
+    def test_ray(self) -> None:
+        with tempfile.TemporaryDirectory() as home:
+            said = self.example("ray_train.py", {**NO_GPU, "HOME": home}, "--short", "1")
+        if said.startswith("SKIPPED: "):
+            self.skipTest(said)
+        self.assertIn("step 5: loss 0.205", said)
+        self.assertIn("steps: 5; tries: 6; in parts: 3", said)
 
 
 @support.needs_torch
