@@ -240,7 +240,7 @@ class Answers(unittest.TestCase):
             (TypeError, "async or a generator", lambda: find(yields, 8)),
             (TypeError, "async or a generator", lambda: find(later)),
             (TypeError, "async or a generator", lambda: find(lambda size: yields(size), 8)),
-            (TypeError, "which model", lambda: find(step, 8, remember=True)),
+            (TypeError, "remember= needs the model", lambda: find(step, 8, remember=True)),
         ):
             with self.subTest(text), self.assertRaisesRegex(kind, text):
                 call()

@@ -169,7 +169,7 @@ class Callbacks(Simulated):
         self.assertFalse(self.cushion.remove_callback(Many()))
         self.refused()
         self.assertEqual(len(calls), 1)
-        with self.assertRaisesRegex(TypeError, "is no function"):
+        with self.assertRaisesRegex(TypeError, "is not callable"):
             self.cushion.on_shortage(7)
 
     def test_one_may_be_taken_away_while_it_goes(self) -> None:

@@ -112,13 +112,13 @@ class Readme(support.TorchCase):
         for error, text, arguments in (
             (ValueError, "no dtype 'float31'", {"dtype": "float31"}),
             (ValueError, "no dtype 'zeros'", {"dtype": "zeros"}),
-            (TypeError, "3 is no dtype", {"dtype": 3}),
-            (ValueError, "'cpu' is no CUDA device", {"device": "cpu"}),
-            (ValueError, "is no CUDA device", {"device": torch.device("cpu")}),
+            (TypeError, "3 is not a dtype", {"dtype": 3}),
+            (ValueError, "'cpu' is not a CUDA device", {"device": "cpu"}),
+            (ValueError, "is not a CUDA device", {"device": torch.device("cpu")}),
             (ValueError, "there is no device 'cuda:1': there are 1, numbered from 0", {"device": "cuda:1"}),
             (ValueError, "there is no device -2", {"device": -2}),
-            (TypeError, "1.5 is no device", {"device": 1.5}),
-            (TypeError, "True is no device", {"device": True}),
+            (TypeError, "1.5 is not a device", {"device": 1.5}),
+            (TypeError, "True is not a device", {"device": True}),
             (TypeError, "num_elements is 10.0", {"num_elements": 10.0}),
             (ValueError, "num_elements is -1", {"num_elements": -1}),
             (TypeError, "one of them", {"elements": 10}),
@@ -157,7 +157,7 @@ class Readme(support.TorchCase):
         allocator.deallocate(side)
         allocator.deallocate(plain)
         self.assertEqual(torch.cuda.memory_allocated(), MIB)
-        with self.assertRaisesRegex(ValueError, "no live allocation starts at"):
+        with self.assertRaisesRegex(ValueError, "no live allocation .* starts at"):
             allocator.deallocate(plain)
 
     @support.process(OOM_MAX_RETRIES="2", OOM_DELAY_MS="1", OOM_SIZE_FACTOR="0.5")

@@ -579,7 +579,7 @@ class Checks(unittest.TestCase):
 
     def check_alone(self, everywhere: list[dict[str, Any]]) -> None:
         for run in everywhere:
-            self.assertIn('Say group="world"', run[ALONE].get("error", "no error"))
+            self.assertIn('Give group="world"', run[ALONE].get("error", "no error"))
             self.assertEqual(run[ALONE]["tries"], 0)
 
 

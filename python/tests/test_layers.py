@@ -43,7 +43,7 @@ class Refusing(ExactCase):
         with self.assertRaises(cushion.CannotSplit) as raised:
             step(inputs)
         self.assertIn("the result of 1 (BatchNorm1d) depends on the whole batch", str(raised.exception))
-        for advice in ("leave split= out", "evaluation", "inexact=True"):
+        for advice in ("remove split=", "evaluation", "inexact=True"):
             self.assertIn(advice, str(raised.exception))
         self.assertEqual(calls, [])
         self.assertEqual(int(normed[1].num_batches_tracked), 0)

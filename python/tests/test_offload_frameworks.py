@@ -463,7 +463,7 @@ class Refused(OffloadCase):
         async def later() -> Any: ...
 
         for text, function in (
-            ("is no function", 5),
+            ("is not callable", 5),
             (
                 "is called with no arguments when memory runs out: missing a required argument: 'device'",
                 lambda device: 1,

@@ -259,12 +259,12 @@ class Uses(OffloadCase):
         self.assertEqual(model.weight.data_ptr() != 0, weights.bytes_away == 0)
 
     def test_what_did_not_come_back_whole_does_not_leave_as_it_is(self) -> None:
-        from cushion import _offload
+        from cushion import _offload_moves
 
         tensor = self.empty(10)
         mover = self.offloader(lambda: tensor)
         mover.away()
-        with mock.patch.object(_offload, "_bytes_of", side_effect=RuntimeError("the copy failed")):
+        with mock.patch.object(_offload_moves, "_bytes_of", side_effect=RuntimeError("the copy failed")):
             with self.assertRaisesRegex(RuntimeError, "the copy failed"):
                 mover.back()
         # It has memory again, and its numbers are on the host alone.

@@ -177,7 +177,7 @@ class Samples(unittest.TestCase):
             pass
 
         text = self.refused(PackedSequence(Shaped(20, 4), Shaped(7)))
-        self.assertIn("give split= a function of your own", text)
+        self.assertIn("write your own function for split=", text)
 
 
 class Masks(unittest.TestCase):

@@ -255,9 +255,9 @@ class Ends(support.ProcessCase):
         for plain, without_grads, both, unknown, alone in ranks.run(2, no_group):
             self.assertEqual(plain[0], "RuntimeError")
             self.assertIn("this program has 2 ranks", plain[1])
-            self.assertIn('Say group="world"', plain[1])
+            self.assertIn('Give group="world"', plain[1])
             self.assertEqual(without_grads[0], "TypeError")
-            self.assertIn("Say it with grads=", without_grads[1])
+            self.assertIn("group= needs grads=", without_grads[1])
             self.assertEqual(both[0], "TypeError")
             self.assertEqual(unknown[0], "TypeError")
             self.assertIn("has to be a process group", unknown[1])

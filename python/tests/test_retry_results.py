@@ -51,7 +51,7 @@ class Refusing(unittest.TestCase):
                 raise MemoryError
             return results.pop()
 
-        with self.assertRaisesRegex(TypeError, "a loss for some parts of a batch and nothing for others"):
+        with self.assertRaisesRegex(TypeError, "a loss for some parts of a batch and None for others"):
             cushion.retry(step, Rows(range(4)), split=cushion.split_batch, loss="mean", grads=())
 
 

@@ -79,7 +79,7 @@ class Run(Case):
         self.assertNotIn("Traceback", done.stderr)
         done = self.cushion_run()
         self.assertEqual(done.returncode, 2)
-        self.assertIn("which program?", done.stderr)
+        self.assertIn("PROGRAM is missing", done.stderr)
 
     def test_help(self) -> None:
         done = self.cushion_run("--help")

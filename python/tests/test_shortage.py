@@ -157,7 +157,7 @@ class Budgets(Simulated):
         self.assertEqual(read(), (None, []))
         with self.assertRaisesRegex(ValueError, "there is no rung `roof`"), self.cushion.budget(skip=["roof"]):
             pass
-        with self.assertRaisesRegex(TypeError, "does its work after it has returned"):
+        with self.assertRaisesRegex(TypeError, "whose work is done after it has returned"):
 
             @self.cushion.budget(ms=0)
             async def later() -> None: ...

@@ -398,7 +398,7 @@ class Shortage(support.TorchCase):
             mover.remove()
         with self.assertRaisesRegex(TypeError, "names no tensors"):
             cushion.offloader(lambda: object())
-        with self.assertRaisesRegex(TypeError, "is no function"):
+        with self.assertRaisesRegex(TypeError, "is not callable"):
             cushion.offloader(5)  # type: ignore[call-overload]
 
     def test_an_optimizer_brings_its_state_back(self) -> None:
