@@ -1,4 +1,4 @@
-"""The examples, run as people run them: without a GPU, and with PyTorch over the stand-ins."""
+"""Runs the examples: without a GPU, and with PyTorch over the stand-ins."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class WithoutGpu(Examples):
         self.assertIn("Given back: 1.00 GB used / 16.00 GB total, 0.00 GB allocated, 1.00 GB cached", said)
         said = self.example("custom_cuda_allocator_door.py", NO_GPU)
         self.assertIn("on a simulated device of 16 GiB", said)
-        # The last page has room for more.
+        # The last page is larger than the request.
         self.assertRegex(said, r"With 1 GiB: 1\.0\d GB used / 16\.00 GB total, 1\.00 GB allocated, 0\.0\d GB cached")
         self.assertRegex(said, r"Given back: 1\.0\d GB used / 16\.00 GB total, 0\.00 GB allocated, 1\.0\d GB cached")
         self.assertIn("Cleared: 0.00 GB used", said)
@@ -48,7 +48,7 @@ class WithoutGpu(Examples):
             with self.subTest(name):
                 self.assertTrue(self.example(name, NO_GPU).startswith("SKIPPED: "))
 
-    def test_made_up_failures(self) -> None:
+    def test_injected_failures(self) -> None:
         said = self.example("test_your_recovery.py", NO_GPU)
         self.assertIn("on a simulated device of 4 GiB", said)
         self.assertRegex(said, r"of 20 entries \d+ are kept, after [1-9]\d* failures")
@@ -65,8 +65,8 @@ class WithoutGpu(Examples):
 
 @support.needs_torch
 class OnRanks(Examples):
-    """On the CPU, and with a rank that runs out of memory once. How these programs end is tested, too: threads that
-    wait for other ranks are there until then."""
+    """On the CPU, with a rank that runs out of memory once. The end of these programs is tested too: threads that wait
+    for other ranks run until then."""
 
     def losses(self, said: str) -> list[str]:
         return [line for line in said.splitlines() if ": loss " in line]
@@ -82,7 +82,7 @@ class OnRanks(Examples):
     def test_one_rank(self) -> None:
         self.assertIn("steps: 5; tries: 5; in parts: 0", self.example("torchrun_ddp.py", NO_GPU))
 
-    def test_trainer_of_hugging_face(self) -> None:
+    def test_hugging_face_trainer(self) -> None:
         said = self.example("hf_trainer.py", NO_GPU, "--short", "1", ranks=2)
         if said.startswith("SKIPPED: "):
             self.skipTest(said)
@@ -121,11 +121,11 @@ class OverStandins(Examples):
         said = self.example("retry_steps.py", {**self.GPU, "CUSHION_POLICY": "segments"})
         self.assertEqual(tries(said), [1, 3, 1, 2, 1])
         self.assertIn("steps: 5; in parts: 3; tries: 8", said)
-        # What is cached in pieces serves the fourth step, too.
+        # Under the default policy, scattered cached memory serves the fourth step too.
         said = self.example("retry_steps.py", self.GPU)
         self.assertEqual((tries(said)[1], tries(said)[3]), (3, 1))
 
-    def test_made_up_failures(self) -> None:
+    def test_injected_failures(self) -> None:
         self.assertNotIn("simulated", self.example("test_your_recovery.py", self.GPU))
 
     def test_offloading(self) -> None:
@@ -134,7 +134,7 @@ class OverStandins(Examples):
                 said = self.example("offload_state.py", {**self.GPU, "CUSHION_POLICY": policy})
                 self.assertIn("to the host", said)
 
-    def test_retry_in_other_people_s_loops(self) -> None:
+    def test_retry_in_training_loops_of_frameworks(self) -> None:
         for name, package in (("accelerate_habits.py", "Accelerate"), ("lightning_habits.py", "Lightning")):
             with self.subTest(name):
                 said = self.example(name, self.GPU)

@@ -1,4 +1,4 @@
-"""Children made by fork while other threads hold Cushion's locks: none may wait for one. No PyTorch, no GPU."""
+"""Forks while other threads hold Cushion's locks: the child must not wait for such a lock. No PyTorch, no GPU."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from simulated import Simulated
 from support import MIB
 
 CHILDREN = 150
-# A child that takes longer hangs.
+# Seconds after which a child counts as hanging.
 SECONDS = 20
 
 
 class Forks(Simulated):
     def use(self) -> None:
-        """All that needs no device, and much of it no lock of Python's."""
+        """Calls the functions that need no device."""
         engine = self.engine
         number = engine.add_callback(print, "a callback")
         engine.is_callback_on(number)
@@ -68,7 +68,7 @@ class Forks(Simulated):
             sys.setswitchinterval(before)
         self.assertEqual(failures, [])
 
-    def test_a_child_can_use_what_needs_no_device(self) -> None:
+    def test_a_child_can_call_functions_that_need_no_device(self) -> None:
         kept = self.engine.allocate(MIB)
         self.engine.record_memory_history("all", "all", 100, True, [])
 
@@ -84,11 +84,11 @@ class Forks(Simulated):
         self.in_children(act, os._exit)
         self.engine.deallocate(kept)
 
-    def test_a_child_can_end_as_programs_do(self) -> None:
+    def test_a_child_can_exit(self) -> None:
         import ctypes
 
         self.engine.allocate(MIB)
-        # Not Python's end, which is not ours: what the C library does, with what each thread leaves behind.
+        # The exit of the C library, with the thread-local state of each thread, and not Python's shutdown.
         self.in_children(self.use, ctypes.CDLL(None).exit)
 
 

@@ -1,4 +1,4 @@
-"""Receipts, budgets, made-up failures and futures, on simulated devices: no PyTorch, no GPU."""
+"""Receipts, budgets, injected failures and futures, on simulated devices: no PyTorch, no GPU."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Receipts(Simulated):
         ):
             self.assertIsNone(self.cushion.receipt_of(ValueError(f"Cushion's receipt: {other}")))
 
-    def test_so_many_are_kept(self) -> None:
+    def test_the_number_of_kept_receipts(self) -> None:
         self.fill()
         self.cushion.keep_receipts(3)
         errors = [self.refused() for _ in range(5)]
@@ -51,7 +51,7 @@ class Receipts(Simulated):
         with self.assertRaises(ValueError):
             self.cushion.keep_receipts(1 << 40)
 
-    def test_stacks_say_who_holds_the_memory(self) -> None:
+    def test_stacks_of_the_largest_allocations(self) -> None:
         self.engine.record_memory_history("all", "all", 100, True, [])
 
         def makes_the_large_one() -> int:
@@ -107,14 +107,14 @@ class ReceiptFile(unittest.TestCase):
             self.assertEqual([(it["device"], it["number"]) for it in lines], [(0, 1), (1, 1)] * 2)
             self.assertEqual({it["outcome"] for it in lines}, {"never_fits"})
 
-    def test_a_file_that_cannot_be(self) -> None:
+    def test_a_file_that_cannot_be_opened(self) -> None:
         changes = {**self.changes, "CUSHION_RECEIPTS": "/nowhere/at/all"}
         with self.assertRaisesRegex(AssertionError, "receipts cannot be written to /nowhere/at/all: No such file"):
             support.call(write_receipts, "", changes=changes, warm=False)
 
 
 class Budgets(Simulated):
-    def test_a_block_waits_for_nobody(self) -> None:
+    def test_a_block_that_does_not_wait(self) -> None:
         with self.another_holds(900 * MIB) as let_go:
             with self.cushion.budget(ms=0):
                 receipt = self.refused(500 * MIB).receipt
@@ -125,7 +125,7 @@ class Budgets(Simulated):
             self.engine.allocate(500 * MIB)
             self.assertEqual(self.cushion.receipts()[-1].survived_by, "wait")
 
-    def test_rungs_that_are_left_out(self) -> None:
+    def test_skipped_rungs(self) -> None:
         called: list[object] = []
         self.cushion.on_shortage(lambda *_: called.append(1))
         self.fill()
@@ -134,13 +134,13 @@ class Budgets(Simulated):
         off = [it.rung for it in error.receipt.tried if it.ended == "off"]
         self.assertEqual((off, called), (["callbacks", "wait"], []))
         self.assertIn("maybe enough: callbacks, wait", str(error))
-        # Not for what can never fit.
+        # A request that can never fit does not wait.
         with self.cushion.budget(skip=["callbacks"]):
             self.assertNotIn("maybe enough", str(self.refused(2 * GIB)))
         self.refused()
         self.assertEqual(called, [1])
 
-    def test_blocks_inside_each_other_and_around_functions(self) -> None:
+    def test_nested_blocks_and_decorators(self) -> None:
         read = self.engine.wishes
         once = self.cushion.budget(ms=7)
 
@@ -167,7 +167,7 @@ class Budgets(Simulated):
                 pass
         self.assertEqual(read(), (None, []))
 
-    def test_tasks_that_take_turns(self) -> None:
+    def test_alternating_tasks(self) -> None:
         async def main() -> None:
             first_is_in, second_is_in, first_is_out = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
@@ -201,10 +201,10 @@ class Injected(Simulated):
         with self.cushion.inject("over=10MiB"):
             self.engine.allocate(MIB)
             self.refused(10 * MIB)
-        # What was in force before is again, and counts from the beginning.
+        # The earlier rules apply again, and count from the beginning.
         self.engine.allocate(10 * MIB)
         self.refused(10 * MIB)
-        # Settings that say nothing of it leave it.
+        # Settings without rules do not change the rules.
         self.cushion.inject("nth=1")
         self.engine.start(self.engine.gather_settings({}))
         self.refused(MIB)
@@ -226,7 +226,7 @@ class Injected(Simulated):
         self.engine.allocate(MIB)
 
     @support.process(CUSHION_INJECT="sometimes")
-    def test_a_bad_variable(self) -> None:
+    def test_an_invalid_variable(self) -> None:
         with self.assertRaisesRegex(RuntimeError, "CUSHION_INJECT: `sometimes` is no rule"):
             self.engine.allocate(MIB)
         with self.assertRaisesRegex(ValueError, "CUSHION_INJECT"):
@@ -257,7 +257,7 @@ class Futures(Simulated):
         with self.assertRaises(ValueError):
             self.cushion.alloc_future("a lot")
 
-    def test_inside_of_a_callback(self) -> None:
+    def test_inside_a_callback(self) -> None:
         held, got = [self.fill()], []
 
         def makes_room(*_: object) -> None:
@@ -266,7 +266,7 @@ class Futures(Simulated):
             got.append(self.cushion.alloc_future(MIB).result(60))
 
         self.cushion.on_shortage(makes_room)
-        # On the thread of futures itself, which must not wait for itself.
+        # On the thread of futures itself, without a deadlock.
         self.cushion.alloc_future("500MiB").result(60)
         self.assertIs(type(got[0]), self.cushion.OutOfMemoryError)
         self.assertEqual(got[1].nbytes, MIB)
@@ -288,7 +288,7 @@ class Futures(Simulated):
         done.result(60)
         self.assertFalse(done.cancel())
 
-    def test_in_the_order_of_asking(self) -> None:
+    def test_in_the_order_of_requests(self) -> None:
         order: list[int] = []
         with self.another_holds(900 * MIB) as let_go:
             futures = []
@@ -299,7 +299,7 @@ class Futures(Simulated):
 
                 def note(future: Any, number: int = number) -> None:
                     order.append(number)
-                    # Given back at once, so that the next can be served.
+                    # Freed at once, so that the next future can be served.
                     address = future.result()._address
                     future.result()._address = 0
                     self.engine.deallocate(address)
@@ -329,7 +329,7 @@ class Futures(Simulated):
         while self.cushion.stats()["waiting"] != 0:
             pass
 
-    def test_a_thousand_cancelled_or_served_leave_nothing(self) -> None:
+    def test_a_thousand_cancelled_or_served_futures_leave_nothing_allocated(self) -> None:
         for number in range(1000):
             future = self.cushion.alloc_future(64 * MIB)
             if number % 2:
@@ -337,12 +337,12 @@ class Futures(Simulated):
             else:
                 future.result(60)
         del future
-        # Those that were cancelled too late went back when nobody wanted them.
+        # Memory of futures that were cancelled too late is freed as well.
         while self.engine.memory_stats(0)["allocated_bytes"]["all"]["current"]:
             gc.collect()
         self.assertEqual(self.cushion.stats()["waiting"], 0)
 
-    def test_at_the_end_of_python(self) -> None:
+    def test_at_the_shutdown_of_python(self) -> None:
         program = (
             "import cushion\ncushion.simulate('1GiB')\nkept = cushion.alloc_future('900MiB').result()\n"
             "waits = [cushion.alloc_future('500MiB') for _ in range(5)]\nprint('end')"
