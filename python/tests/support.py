@@ -29,7 +29,7 @@ import tempfile
 import threading
 import traceback
 import unittest
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,8 @@ STANDIN = os.environ.get("CUSHION_STANDIN")
 CONFIGURING = ("CUSHION_", "PYTORCH_", "STANDIN_", "CUDART_STANDIN_", "GC_ALLOCATOR_", "OOM_")
 MIB = 1 << 20
 GIB = 1 << 30
+# Seconds after which a forked child counts as hanging.
+_LONGEST_CHILD = 20
 
 if PACKAGE and PACKAGE not in sys.path:
     sys.path.insert(0, PACKAGE)
@@ -117,6 +119,62 @@ def python(
         timeout=timeout,
         **options,
     )
+
+
+# ---- threads and forks ----
+
+
+def in_threads(targets: Iterable[Callable[[], object]]) -> None:
+    """Runs functions in threads, all at once, and waits for their end."""
+    threads = [threading.Thread(target=target) for target in targets]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def fork_while(
+    work: Callable[[int], object],
+    act: Callable[[], object],
+    *,
+    children: int,
+    end: Callable[[int], object] = os._exit,
+) -> None:
+    """Forks children one after the other, while three threads of this process call `work(number of the thread)` again
+    and again. Each child calls `act()` and `end(0)`. A child that waits for a lock that a thread held at the fork would
+    hang, and is ended by a signal."""
+    stop, failures = threading.Event(), []
+
+    def loop(number: int) -> None:
+        try:
+            while not stop.is_set():
+                work(number)
+        except BaseException as error:  # noqa: BLE001
+            failures.append(error)
+
+    workers = [threading.Thread(target=loop, args=(number,)) for number in range(3)]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    for worker in workers:
+        worker.start()
+    try:
+        for _ in range(children):
+            child = os.fork()
+            if child == 0:
+                signal.alarm(_LONGEST_CHILD)
+                try:
+                    act()
+                except BaseException:  # noqa: BLE001
+                    os._exit(3)
+                end(0)
+            status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            assert status == 0, f"a child ended with status {status}"
+    finally:
+        stop.set()
+        for worker in workers:
+            worker.join()
+        sys.setswitchinterval(before)
+    assert not failures, failures
 
 
 # ---- functions in processes of their own ----

@@ -13,7 +13,7 @@ from typing import Any
 
 import support
 from simulated import Simulated
-from support import GIB, MIB
+from support import GIB, MIB, in_threads
 
 
 class Callbacks(Simulated):
@@ -346,11 +346,7 @@ class LastCall(Simulated):
             threading.Event().wait(0.02)
             inside.pop()
 
-        threads = [threading.Thread(target=self.refused) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        in_threads([self.refused] * 4)
         self.assertEqual(at_once, [1] * 4)
 
     def test_a_step_that_raises_its_own_error_after_a_refusal(self) -> None:

@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import os
-import signal
-import sys
 import threading
 import unittest
 from collections.abc import Callable
-from typing import Any
 
 from simulated import Simulated
-from support import MIB
-
-CHILDREN = 150
-# Seconds after which a child counts as hanging.
-SECONDS = 20
+from support import MIB, fork_while
 
 
 class Forks(Simulated):
@@ -34,39 +27,12 @@ class Forks(Simulated):
         engine.observe_receipts(None)
         engine.kept_notes()
 
-    def in_children(self, act: Callable[[], Any], end: Callable[[int], Any]) -> None:
-        stop, failures = threading.Event(), []
+    def in_children(self, act: Callable[[], object], end: Callable[[int], object] = os._exit) -> None:
+        def work(_number: int) -> None:
+            self.use()
+            self.engine.deallocate(self.engine.allocate(512))
 
-        def work() -> None:
-            try:
-                while not stop.is_set():
-                    self.use()
-                    self.engine.deallocate(self.engine.allocate(512))
-            except BaseException as error:  # noqa: BLE001
-                failures.append(error)
-
-        workers = [threading.Thread(target=work) for _ in range(3)]
-        before = sys.getswitchinterval()
-        sys.setswitchinterval(1e-5)
-        for worker in workers:
-            worker.start()
-        try:
-            for _ in range(CHILDREN):
-                child = os.fork()
-                if child == 0:
-                    signal.alarm(SECONDS)
-                    try:
-                        act()
-                    except BaseException:  # noqa: BLE001
-                        os._exit(3)
-                    end(0)
-                self.assertEqual(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), 0)
-        finally:
-            stop.set()
-            for worker in workers:
-                worker.join()
-            sys.setswitchinterval(before)
-        self.assertEqual(failures, [])
+        fork_while(work, act, children=150, end=end)
 
     def test_a_child_can_call_functions_that_need_no_device(self) -> None:
         kept = self.engine.allocate(MIB)
@@ -81,7 +47,7 @@ class Forks(Simulated):
             thread.start()
             thread.join()
 
-        self.in_children(act, os._exit)
+        self.in_children(act)
         self.engine.deallocate(kept)
 
     def test_a_child_can_exit(self) -> None:

@@ -9,9 +9,10 @@ import sys
 import threading
 import unittest
 import warnings
+from functools import partial
 
 import support
-from support import GIB, MIB
+from support import GIB, MIB, in_threads
 
 sys.path.insert(0, str(support.ROOT / "tests" / "gpu"))
 import blocks
@@ -285,11 +286,7 @@ class Simulated(support.ProcessCase):
                     allocator.get_stats()
                     core.track_deallocation(FOREIGN + number * GIB + i)
 
-        threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        in_threads([partial(work, number) for number in range(8)])
         with gcAllocator.GCAllocator() as allocator:
             tracked = allocator.get_stats().tracked
         self.assertEqual((tracked.total_allocations, tracked.current_bytes_allocated), (1600, 0))

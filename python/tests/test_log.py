@@ -6,14 +6,13 @@ import contextlib
 import io
 import logging
 import sys
-import threading
 import unittest
 from typing import Any
 from unittest import mock
 
 import support
 from simulated import Simulated
-from support import GIB, MIB, TorchCase
+from support import GIB, MIB, TorchCase, in_threads
 
 SHORTAGE = "100.00 MiB for thread 1"
 
@@ -135,11 +134,7 @@ class Listening(Simulated):
                     self.engine.allocate(100 * MIB)
                 logger.warning("at work")
 
-        threads = [threading.Thread(target=work) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        in_threads([work] * 4)
         lines = self.lines()
         self.assertEqual((len(lines), sum("at work" in line for line in lines)), (160, 80))
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import support
 from simulated import Simulated
-from support import MIB
+from support import MIB, in_threads
 
 
 class OneOwner(Simulated):
@@ -127,11 +127,7 @@ class OneOwner(Simulated):
                 except ValueError:
                     outcomes.append("refused")
 
-            threads = [threading.Thread(target=give_back) for _ in range(4)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
+            in_threads([give_back] * 4)
             self.assertEqual(sorted(outcomes), ["freed", *["refused"] * 3])
         self.assertEqual(self.allocated(), 0)
 

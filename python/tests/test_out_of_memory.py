@@ -6,7 +6,7 @@ import re
 import threading
 import unittest
 
-from support import GIB, MIB, Standin, TorchCase, process
+from support import GIB, MIB, Standin, TorchCase, in_threads, process
 
 # The message of PyTorch, up to the point where Cushion's begins.
 FORM = re.compile(
@@ -227,11 +227,7 @@ class OutOfMemory(TorchCase):
             except BaseException as error:  # noqa: BLE001
                 errors.append(error)
 
-        threads = [threading.Thread(target=work) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        in_threads([work] * 4)
         self.assertEqual(errors, [])
         self.assertEqual(torch.cuda.memory_allocated(), 0)
 

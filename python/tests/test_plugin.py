@@ -12,7 +12,7 @@ import threading
 import unittest
 
 import support
-from support import GIB, MIB, Standin, StandinCase, process
+from support import GIB, MIB, Standin, StandinCase, fork_while, process
 
 WORD = ctypes.c_uint64
 
@@ -292,37 +292,20 @@ class Forks(StandinCase):
     def test_while_other_threads_allocate(self) -> None:
         plugin = Plugin()
         kept = plugin.alloc(MIB)
-        stop = threading.Event()
-        failures: list[BaseException] = []
 
-        def churn(stream: int) -> None:
-            try:
-                while not stop.is_set():
-                    plugin.free(plugin.alloc(3 * MIB, stream), stream=stream)
-            except BaseException as error:  # noqa: BLE001
-                failures.append(error)
+        def churn(number: int) -> None:
+            stream = 0x10 * (number + 1)
+            plugin.free(plugin.alloc(3 * MIB, stream), stream=stream)
 
-        threads = [threading.Thread(target=churn, args=(0x10 * n,)) for n in range(1, 4)]
-        for thread in threads:
-            thread.start()
-        try:
-            for _ in range(30):
-                child = os.fork()
-                if child == 0:
-                    # No lock that another thread held at the fork may block these calls.
-                    plugin.free(kept)
-                    plugin.record_stream(kept, 7)
-                    plugin.reset()
-                    plugin.release_pool(0, Pool(1, 0))
-                    empty = plugin.live() == 0 and plugin.module.memory_snapshot()["segments"] == []
-                    plugin.module.check_invariants(0)
-                    os._exit(0 if empty else 3)
-                self.assertEqual(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), 0)
-        finally:
-            stop.set()
-            for thread in threads:
-                thread.join()
-        self.assertEqual(failures, [])
+        def act() -> None:
+            plugin.free(kept)
+            plugin.record_stream(kept, 7)
+            plugin.reset()
+            plugin.release_pool(0, Pool(1, 0))
+            assert plugin.live() == 0 and plugin.module.memory_snapshot()["segments"] == []
+            plugin.module.check_invariants(0)
+
+        fork_while(churn, act, children=30)
         self.assertEqual(plugin.live(), MIB)
         plugin.free(kept)
         plugin.module.check_invariants(0)

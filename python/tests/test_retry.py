@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import threading
 import unittest
 import weakref
 from collections.abc import Callable, Iterator
@@ -13,7 +12,7 @@ from unittest import mock
 
 import support  # puts the package under test on the path
 from steps import Card, Held, Rows, caught, difference, failing, frames
-from support import MIB, StandinCase
+from support import MIB, StandinCase, in_threads
 
 import cushion
 from cushion import _cushion, _known, _receipts
@@ -435,11 +434,7 @@ class Counting(unittest.TestCase):
                 results.append(step(Rows(range(16))))
                 results.append(cushion.retry(card.step, Rows(range(16)), split=cushion.split_batch, combine=sum))
 
-        threads = [threading.Thread(target=work) for _ in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        in_threads([work] * 8)
         self.assertEqual(results, [sum(range(16))] * 800)
         counted = difference(before)
         self.assertEqual((counted["calls"], counted["split"]), (800, 800))

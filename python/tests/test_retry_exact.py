@@ -26,6 +26,18 @@ class Losses(ExactCase):
                 self.assert_close(self.gradients(model), expected)
                 self.assert_close([got], [loss])
 
+    def check_labels(self, model: Any, inputs: Any, labels: Any) -> None:
+        """As `check`, for a mean over the labels that are not ignored."""
+
+        def step(inputs: Any, labels: Any) -> Any:
+            self.at_most(self.room, inputs)
+            loss = self.cross_entropy(model, inputs, labels)
+            loss.backward()
+            return loss.detach()
+
+        compute = lambda: self.cross_entropy(model, inputs, labels)  # noqa: E731
+        self.check(model, step, (inputs, labels), compute, weight=lambda inputs, labels: (labels != -100).sum())
+
     def test_a_mean_over_parts_of_unequal_size(self) -> None:
         model, inputs, targets = self.plain(), self.torch.randn(11, 6), self.torch.randn(11, 4)
         mse = self.torch.nn.functional.mse_loss
@@ -56,28 +68,12 @@ class Losses(ExactCase):
         model, (inputs, labels) = self.plain(), self.labelled()
         # These two rows have no labels, as one part or as two.
         labels[6:8] = -100
-
-        def step(inputs: Any, labels: Any) -> Any:
-            self.at_most(self.room, inputs)
-            loss = self.cross_entropy(model, inputs, labels)
-            loss.backward()
-            return loss.detach()
-
-        compute = lambda: self.cross_entropy(model, inputs, labels)  # noqa: E731
-        self.check(model, step, (inputs, labels), compute, weight=lambda inputs, labels: (labels != -100).sum())
+        self.check_labels(model, inputs, labels)
 
     def test_one_part_has_all_the_labels(self) -> None:
         model, (inputs, labels) = self.plain(), self.labelled()
         labels[1:] = -100
-
-        def step(inputs: Any, labels: Any) -> Any:
-            self.at_most(self.room, inputs)
-            loss = self.cross_entropy(model, inputs, labels)
-            loss.backward()
-            return loss.detach()
-
-        compute = lambda: self.cross_entropy(model, inputs, labels)  # noqa: E731
-        self.check(model, step, (inputs, labels), compute, weight=lambda inputs, labels: (labels != -100).sum())
+        self.check_labels(model, inputs, labels)
 
     def test_no_labels_at_all(self) -> None:
         # The whole divides by zero, and so does each part.

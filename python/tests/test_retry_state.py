@@ -16,7 +16,7 @@ from exact import ExactCase
 import cushion
 
 
-class Gradients(ExactCase):
+class StateCase(ExactCase):
     def step(self, model: Any, fails: int = 1) -> Any:
         """Returns a step that adds to all gradients and then runs out of memory, the first `fails` times."""
         left = [fails]
@@ -31,6 +31,8 @@ class Gradients(ExactCase):
 
         return step
 
+
+class Gradients(StateCase):
     def test_all_forms_of_grads(self) -> None:
         torch = self.torch
         model, inputs = self.plain(), torch.randn(8, 6)
@@ -258,21 +260,10 @@ class Gradients(ExactCase):
         self.assert_equal_bits(self.gradients(model), expected)
 
 
-class Buffers(ExactCase):
+class Buffers(StateCase):
     def normed(self) -> Any:
         nn = self.torch.nn
         return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Dropout(0.5), nn.Linear(5, 2))
-
-    def failing(self, model: Any, times: int) -> Any:
-        left = [times]
-
-        def step(inputs: Any) -> None:
-            model(inputs).square().mean().backward()
-            if left[0] > 0:
-                left[0] -= 1
-                raise self.out_of_memory()
-
-        return step
 
     def state(self, model: Any) -> list[Any]:
         found = [buffer.clone() for buffer in model.buffers()] + self.gradients(model)
@@ -287,7 +278,7 @@ class Buffers(ExactCase):
         wrapped = self.torch.nn.Sequential(model)
         self.start = [buffer.clone() for buffer in model.buffers()]
         self.torch.manual_seed(3)
-        self.failing(model, 0)(inputs)
+        self.step(model, 0)(inputs)
         expected = self.state(model)
         self.assertEqual(int(expected[2]), 1, "one batch was tracked")
         for name, grads in {
@@ -297,7 +288,7 @@ class Buffers(ExactCase):
             "parameters": list(model.parameters()),
         }.items():
             with self.subTest(name):
-                cushion.retry(self.failing(model, 2), inputs, grads=grads)
+                cushion.retry(self.step(model, 2), inputs, grads=grads)
                 self.assert_equal_bits(self.state(model), expected)
 
     def test_modules_are_found_by_their_parameters(self) -> None:
@@ -305,23 +296,23 @@ class Buffers(ExactCase):
         model, inputs = self.normed(), self.torch.randn(8, 6) + 5
         self.start = [buffer.clone() for buffer in model.buffers()]
         self.torch.manual_seed(3)
-        self.failing(model, 0)(inputs)
+        self.step(model, 0)(inputs)
         expected = self.state(model)
         for grads in (self.torch.optim.SGD(model.parameters(), 0.1), list(model.parameters())):
             with mock.patch.object(gc, "get_objects", wraps=gc.get_objects) as searched:
                 for _ in range(3):
                     # A new step each time, as in a loop that defines it.
-                    step = self.failing(model, 2)
+                    step = self.step(model, 2)
                     cushion.retry(lambda inputs: step(inputs), inputs, grads=grads)
                     self.assert_equal_bits(self.state(model), expected)
             searched.assert_called_once()
         # A new parameter group starts a new search.
         optimizer = self.torch.optim.SGD(model.parameters(), 0.1)
         other = self.normed()
-        cushion.retry(self.failing(model, 1), inputs, grads=optimizer)
+        cushion.retry(self.step(model, 1), inputs, grads=optimizer)
         optimizer.add_param_group({"params": list(other.parameters())})
         tracked = other[1].num_batches_tracked
-        cushion.retry(self.failing(other, 1), inputs, grads=optimizer)
+        cushion.retry(self.step(other, 1), inputs, grads=optimizer)
         self.assertEqual(int(tracked), 1)
 
     def test_a_search_among_all_objects(self) -> None:
@@ -349,7 +340,7 @@ class Buffers(ExactCase):
         for one, error in ((dead, ReferenceError), (strange, RuntimeError)):
             with self.assertRaises(error):
                 isinstance(one, self.torch.nn.Module)
-        for step in (self.failing(model, 1), functools.partial(self.failing(model, 1))):
+        for step in (self.step(model, 1), functools.partial(self.step(model, 1))):
             before = int(model[1].num_batches_tracked)
             cushion.retry(step, inputs, grads=self.torch.optim.SGD(model.parameters(), 0.1))
             self.assertEqual(int(model[1].num_batches_tracked), before + 1)
@@ -374,7 +365,7 @@ class Buffers(ExactCase):
                 return inputs * self.weight - self.mean
 
         model, inputs = Averages(), torch.randn(8, 6)
-        cushion.retry(self.failing(model, 2), inputs, grads=model)
+        cushion.retry(self.step(model, 2), inputs, grads=model)
         self.assert_equal_bits([model.mean, model.first], [0.1 * inputs.mean(dim=0), inputs[0]])
 
     def test_in_evaluation_they_are_not_copied(self) -> None:
@@ -384,7 +375,7 @@ class Buffers(ExactCase):
         copied.assert_not_called()
 
 
-class RandomNumbers(ExactCase):
+class RandomNumbers(StateCase):
     def test_of_pytorch_numpy_and_python(self) -> None:
         import numpy
 
@@ -430,16 +421,7 @@ class RandomNumbers(ExactCase):
         nn = self.torch.nn
         model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2))
         inputs = self.torch.randn(8, 6)
-        left = [2]
-
-        def step(inputs: Any) -> Any:
-            loss = model(inputs).square().mean()
-            loss.backward()
-            if left[0] > 0:
-                left[0] -= 1
-                raise self.out_of_memory()
-            return loss.detach()
-
+        step = self.step(model, 2)
         start = [buffer.clone() for buffer in model.buffers()]
         self.torch.manual_seed(5)
         got = cushion.retry(step, inputs, grads=model)

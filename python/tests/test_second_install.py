@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import os
-import signal
-import sys
 import tempfile
-import threading
 import unittest
 from pathlib import Path
 from typing import Any
 
 from simulated import Simulated
-from support import MIB, TorchCase, process
+from support import MIB, TorchCase, fork_while, process
 
 
 class SecondInstall(TorchCase):
@@ -220,34 +217,17 @@ class Forks(Simulated):
     def test_forks_while_settings_change(self) -> None:
         """A child must not wait for a lock of a thread that exists only in the parent."""
         self.engine.deallocate(self.engine.allocate(MIB))
-        stop = threading.Event()
 
-        def work() -> None:
-            while not stop.is_set():
-                self.engine.change_settings(conf="wait_ms:5", inject="nth=1000")
-                self.engine.inject(None)
-                self.engine.configure("page_mb:32")
+        def work(_number: int) -> None:
+            self.engine.change_settings(conf="wait_ms:5", inject="nth=1000")
+            self.engine.inject(None)
+            self.engine.configure("page_mb:32")
 
-        workers = [threading.Thread(target=work) for _ in range(3)]
-        before = sys.getswitchinterval()
-        sys.setswitchinterval(1e-5)
-        for worker in workers:
-            worker.start()
-        try:
-            for _ in range(100):
-                child = os.fork()
-                if child == 0:
-                    # A child that takes longer counts as hanging.
-                    signal.alarm(20)
-                    self.engine.change_settings()
-                    self.engine.configure("page_mb:32")
-                    os._exit(0)
-                self.assertEqual(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), 0)
-        finally:
-            stop.set()
-            for worker in workers:
-                worker.join()
-            sys.setswitchinterval(before)
+        def act() -> None:
+            self.engine.change_settings()
+            self.engine.configure("page_mb:32")
+
+        fork_while(work, act, children=100)
 
 
 if __name__ == "__main__":

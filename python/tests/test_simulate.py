@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 import unittest
 
 import support
-from support import GIB, MIB
+from support import GIB, MIB, in_threads
 
 
 class Simulate(support.ProcessCase):
@@ -112,11 +111,7 @@ class Addresses(support.ProcessCase):
             for size in range(1, 300):
                 _cushion.deallocate(_cushion.allocate(size * 1000))
 
-        threads = [threading.Thread(target=work) for _ in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        in_threads([work] * 8)
         stats = _cushion.memory_stats(0)["allocation"]["all"]
         self.assertEqual((stats["current"], stats["allocated"]), (0, 8 * 299))
 
