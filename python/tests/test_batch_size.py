@@ -366,7 +366,7 @@ class Device(Simulated):
             self.assertEqual(training(), 1024)
         self.assertEqual(tried, [4096, 1024])
         self.assertTrue(
-            any("ran out of memory with a batch size of 4096, and begins again with 1024" in it for it in logs.output)
+            any("ran out of memory with a batch size of 4096, and restarts with 1024" in it for it in logs.output)
         )
 
     def test_training_calls_callbacks_as_usual(self) -> None:

@@ -199,7 +199,7 @@ class Together(TorchCase):
         first, second = ranks.run(2, _odd_ends)
         for said in (first, second):
             self.assertIn("RuntimeError: cushion.find_batch_size: this program has 2 ranks", said["no group"])
-            self.assertIn("TypeError: cushion.find_batch_size: with group=, whose gradients", said["no grads"])
+            self.assertIn("TypeError: cushion.find_batch_size: group= needs grads=", said["no grads"])
             self.assertIn("ValueError: cushion.find_batch_size: start is 2 on one rank and 3 on", said["other start"])
             self.assertIn("limit is not given on one rank and 9 on another", said["other limit"])
             self.assertEqual(said["together"], "returned 5")
@@ -207,7 +207,7 @@ class Together(TorchCase):
         self.assertIn("ValueError: a mistake", first["a mistake"])
         self.assertEqual(second["a mistake"], "ValueError: a mistake")
         self.assertIn("OutOfMemoryError: CUDA out of memory. Rank 1 ran out of memory in", first["never"])
-        self.assertIn("with a batch size of 1. It said: CUDA out of memory. Never enough", first["never"])
+        self.assertIn("with a batch size of 1. Its error: CUDA out of memory. Never enough", first["never"])
         self.assertEqual(second["never"], "OutOfMemoryError: CUDA out of memory. Never enough")
         self.assertEqual((first["local"], second["local"]), ("returned 5", "returned 6"))
 

@@ -272,7 +272,7 @@ class Simulated(support.ProcessCase):
             allocator.allocate(2 * GIB, device=3)
         allocator.deallocate(held)
         for bad in (12345, held):
-            with self.assertRaisesRegex(ValueError, "no live allocation starts at 0x"):
+            with self.assertRaisesRegex(ValueError, "no live allocation .* starts at 0x"):
                 allocator.deallocate(bad)
 
     def test_defaults(self) -> None:

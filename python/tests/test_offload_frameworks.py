@@ -441,11 +441,11 @@ class Refused(OffloadCase):
             ("names no tensors", [model, {"deep": object()}]),
             ("names no tensors", scheduler),
             ("names no tensors", torch.zeros(3).numpy()),
-            ("Hollow cannot leave the GPU: .*invalid python storage", self.hollow()),
-            ("Hollow cannot leave the GPU", {"of a mapping": [self.hollow()]}),
-            ("Hollow cannot leave the GPU", torch.optim.SGD([torch.nn.Parameter(self.hollow())])),
-            ("FakeTensor cannot leave the GPU: it has no memory", fake),
-            ("Step is no torch.optim.Optimizer and holds none", Step()),
+            ("Hollow cannot be moved to the host: .*invalid python storage", self.hollow()),
+            ("Hollow cannot be moved to the host", {"of a mapping": [self.hollow()]}),
+            ("Hollow cannot be moved to the host", torch.optim.SGD([torch.nn.Parameter(self.hollow())])),
+            ("FakeTensor cannot be moved to the host: it has no memory", fake),
+            ("Step is not a torch.optim.Optimizer and holds none", Step()),
             ("is a ScriptModule", torch.jit.script(torch.nn.PReLU(device="cuda"))),
             ("is a ScriptModule", torch.nn.Sequential(torch.jit.script(torch.nn.PReLU(device="cuda")))),
         ):
@@ -503,11 +503,11 @@ class Refused(OffloadCase):
         # At the first step, before a shortage.
         with self.assertLogs("cushion", "WARNING") as logs:
             optimizer.step()
-        self.assertRegex(logs.output[0], "offloader .*Hollow cannot leave the GPU")
+        self.assertRegex(logs.output[0], "offloader .*Hollow cannot be moved to the host")
         (said,) = self.short()
-        self.assertRegex(said, "moved 2 tensors, 64.00 MiB, to the host; left what cannot leave: .*Hollow")
+        self.assertRegex(said, "moved 2 tensors, 64.00 MiB, to the host; not all could be moved: .*Hollow")
         state.back()
-        with self.assertRaisesRegex(TypeError, "Hollow cannot leave the GPU"):
+        with self.assertRaisesRegex(TypeError, "Hollow cannot be moved to the host"):
             state.away()
 
 

@@ -449,7 +449,7 @@ class SayingWithoutTorch(unittest.TestCase):
             cushion.retry(loss="median", **split)(plain)
         with self.assertRaisesRegex(TypeError, 'remove loss="sum" or weight='):
             cushion.retry(loss="sum", weight=len, **split)(plain)
-        with self.assertRaisesRegex(TypeError, "takes `share` and multiplies by it itself: leave loss='mean' out"):
+        with self.assertRaisesRegex(TypeError, "takes `share` and multiplies by it itself: remove loss='mean'"):
             cushion.retry(loss="mean", **split)(takes_share)
 
 

@@ -57,7 +57,7 @@ class Gradients(StateCase):
                 cushion.retry(self.step(model), inputs, grads=grads)
                 self.assert_equal_bits(self.gradients(model), expected)
         for grads in ("weight", {"params": 1}, [model, None]):
-            with self.assertRaisesRegex(TypeError, "it takes a module, an optimizer, parameters"):
+            with self.assertRaisesRegex(TypeError, "has to be a module, an optimizer, parameters"):
                 cushion.retry(self.step(model), inputs, grads=grads)
         # A generator of parameters can serve several decorated steps.
         decorate = cushion.retry(grads=model.parameters())

@@ -32,7 +32,7 @@ class Updates(ExactCase):
             optimizer.step()
             return loss.detach()
 
-        with self.assertRaisesRegex(RuntimeError, r"AdamW\.step\(\) is called inside a step that may be run in parts"):
+        with self.assertRaisesRegex(RuntimeError, r"AdamW\.step\(\) is called inside a step that may run in parts"):
             step(inputs)
         self.assert_equal_bits([parameter.detach() for parameter in model.parameters()], before)
 
@@ -134,7 +134,7 @@ class Updates(ExactCase):
 
         fails = False
         cushion.retry(step, inputs, split=cushion.split_batch, loss="mean", grads=model)
-        self.assertIn("SGD.step() is called inside a step that may be run in parts", str(seen[0]))
+        self.assertIn("SGD.step() is called inside a step that may run in parts", str(seen[0]))
         fails = True
         with self.assertRaises(RuntimeError) as raised:
             cushion.retry(step, inputs, grads=model)
@@ -161,7 +161,7 @@ class Updates(ExactCase):
         def step(rows: Any) -> None:
             model.weight.view(2, 2).backward(torch.empty(2, 2, device="cuda"))
 
-        with self.assertRaisesRegex(RuntimeError, r"SGD\.step\(\) is called inside a step that may be run in parts"):
+        with self.assertRaisesRegex(RuntimeError, r"SGD\.step\(\) is called inside a step that may run in parts"):
             cushion.retry(step, torch.zeros(4, 1), split=cushion.split_batch, loss="mean", grads=model)
         self.assertNotIn(threading.get_ident(), threads)
 
