@@ -56,7 +56,7 @@ def train(checkpoint: Path, runs_out: bool) -> None:
         begun = saved["begun"]
         torch.set_rng_state(begun["random"]["cpu"])
         torch.cuda.set_rng_state(begun["random"]["cuda"])
-        print(f"goes on at step {begun['step']}")
+        print(f"resumes at step {begun['step']}")
 
     @cushion.on_refusal
     def save(receipt: cushion.Receipt) -> None:
@@ -92,13 +92,13 @@ def run(checkpoint: Path, *more: str) -> tuple[int, list[str]]:
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        print("one that trains to the end:")
+        print("a process that trains to the end:")
         _, whole = run(Path(folder, "none.pt"))
-        print("one whose memory runs out:")
+        print("a process that runs out of memory:")
         checkpoint = Path(folder, "checkpoint.pt")
         ended, _ = run(checkpoint, "runs out")
         assert ended == -signal.SIGKILL, f"it ended with {ended}"
-        print("one that goes on from there:")
+        print("a process that resumes from the checkpoint:")
         _, resumed = run(checkpoint)
     assert whole[-1].startswith("loss") and resumed[-1] == whole[-1], (whole, resumed)
     print("ok")

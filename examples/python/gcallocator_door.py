@@ -56,7 +56,7 @@ def main() -> None:
         # Only the program knows of memory that Cushion did not allocate.
         gcAllocator.gc_allocator_core.track_allocation(0x1000, 64 * MIB, 0)
         stats = allocator.get_stats()
-        print(f"With 64 MiB of somebody else's: {stats}")
+        print(f"With 64 MiB of other memory: {stats}")
     print(f"Peak memory: {stats.peak_bytes_allocated / MIB:.2f} MiB, and {stats.oom_count} times out of memory")
     print("ok")
 

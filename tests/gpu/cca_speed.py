@@ -53,7 +53,7 @@ static double per(Clock::time_point since, int64_t n) {
   return std::chrono::duration<double, std::nano>(Clock::now() - since).count() / n;
 }
 
-// One block, got and given back again and again.
+// Allocates and frees one block again and again.
 static double pairs(int64_t size, int64_t n) {
   auto stream = c10::cuda::getCurrentCUDAStream().stream();
   auto* allocator = c10::cuda::CUDACachingAllocator::get();
@@ -63,7 +63,7 @@ static double pairs(int64_t size, int64_t n) {
   return per(began, n);
 }
 
-// So many live blocks of sizes from lo to hi, evenly over their logarithms; each step replaces one.
+// Keeps `live` blocks live, of sizes from lo to hi, uniform in their logarithms; each step replaces one.
 static double churn(int64_t live, int64_t n, int64_t lo, int64_t hi) {
   auto stream = c10::cuda::getCurrentCUDAStream().stream();
   auto* allocator = c10::cuda::CUDACachingAllocator::get();
@@ -90,7 +90,7 @@ static double churn(int64_t live, int64_t n, int64_t lo, int64_t hi) {
   return result;
 }
 
-// As `pairs`, by several threads on one stream.
+// As `pairs`, in several threads on one stream.
 static double threads(int64_t count, int64_t size, int64_t n) {
   auto* allocator = c10::cuda::CUDACachingAllocator::get();
   auto stream = c10::cuda::getCurrentCUDAStream().stream();

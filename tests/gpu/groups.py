@@ -113,38 +113,38 @@ def tests() -> list[Group]:
         Group("contract", "the driver layer alone, from Rust", (contract,)),
         Group(
             "api",
-            "every call of torch.cuda.memory, the life of a process, and what is refused",
+            "every function of torch.cuda.memory, forks and exits, and refused features",
             for_policies(["memory_api", "life", "refusals"], 240),
         ),
-        Group("oom", "a thousand times out of memory", for_policies(["oom_cycles"], 400)),
-        Group("graphs", "CUDA graphs beside eager work", for_policies(["graphs"], 240)),
+        Group("oom", "runs out of memory a thousand times", for_policies(["oom_cycles"], 400)),
+        Group("graphs", "CUDA graphs during eager work", for_policies(["graphs"], 240)),
         Group("race", "memory freed while another stream reads it", for_policies(["race"], 120)),
-        Group("losses", "models trained to the same numbers", (losses,)),
+        Group("losses", "models trained to the same losses", (losses,)),
         Group("doors", "programs written for other allocators", for_policies(["doors"], 240, ("blocks.py",))),
         Group("examples", "every example, and the C interface", for_policies(["examples"], 400, EXAMPLES)),
         Group(
             "ranks",
-            "two ranks on one GPU, one of them short; the largest batch that fits",
+            "two ranks on one GPU, one of them short of memory; the largest batch that fits",
             (
                 Job("two_ranks paged", ("two_ranks.py", "--policy", "paged"), 600),
                 Job("batch_sizes paged", ("batch_sizes.py", "--policy", "paged"), 600),
             ),
         ),
-        Group("shortages", "what runs out of memory, and lives", shortages()),
+        Group("shortages", "programs that run out of memory, and go on", shortages()),
         Group(
             "alive",
-            "graphs dropped at work, graphs by the thousand, streams destroyed, where memory is short",
+            "graphs dropped while they run, thousands of graphs, destroyed streams, with little memory",
             for_policies(["graphs_under_shortage", "many_pools", "destroyed_stream"], 400),
         ),
         Group(
             "waste",
-            "almost none with `paged`, and the same when the run is replayed",
+            "excess with `paged`, and the same in a replay of the run",
             tuple(
                 Job(f"replayed {name}", ("replayed.py", "--policy", "paged", name), 240, runs=("workloads.py",))
                 for name in WORKLOADS
             ),
         ),
-        Group("snapshot", "recorded, and replayed address by address", for_policies(["snapshot"], 240)),
+        Group("snapshot", "a recorded run, replayed to the same addresses", for_policies(["snapshot"], 240)),
     ]
 
 
@@ -159,7 +159,7 @@ def benches(rounds: int) -> list[Group]:
     ]
     # It has its own, shorter rounds.
     speed = Job("speed", ("speed.py",), 600, runs=("cca_speed.py",))
-    return [*groups, Group("speed", "what a malloc and a free cost the CPU", (speed,))]
+    return [*groups, Group("speed", "CPU time of a malloc and a free", (speed,))]
 
 
 def of_kind(kind: str, rounds: int, policy: str | None = None) -> list[Group]:

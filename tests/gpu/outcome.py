@@ -316,16 +316,16 @@ def tables(kind: str, groups: list[Group], outcomes: dict[str, Outcome]) -> list
 TITLES = {"test": "Correctness on a GPU", "bench": "Speed and memory on a GPU"}
 
 NOTES = {
-    "test": "Each row is one program of `tests/gpu`, whose first lines say what it does, in its own process.",
+    "test": "Each row is one program of `tests/gpu`, run in its own process. Its first lines describe it.",
     "bench": (
-        "Modes take turns, every second round backwards. *native* and *expandable* are PyTorch's allocator\n"
-        "without and with `expandable_segments:True`. Items per second are medians over the rounds, with the least\n"
-        "and the most of them. Cushion's speed by PyTorch's is told from the steps, each of which is the same work in\n"
-        "every run: from its median over the rounds, summed up, so that what disturbs one round does not count. Peak\n"
-        "reserved is in bytes, and `=` says that it is, to the byte, native's under `segments`, and expandable's\n"
-        "under the other policies.\n\n"
-        "Nanoseconds are medians of turns of a few hundredths of a second that the modes take side by side;\n"
-        "Cushion's share is the median of those of each round, and in brackets is the middle half of them."
+        "Modes alternate; every second round is reversed. *native* and *expandable* are PyTorch's allocator\n"
+        "without and with `expandable_segments:True`. Items per second are medians over the rounds, with minimum and\n"
+        "maximum. Cushion's speed relative to PyTorch's is computed from the steps, each of which is the same work in\n"
+        "every run: from the sum of their medians over the rounds, so that a disturbance in one round does not count.\n"
+        "Peak reserved is in bytes; `=` means that it is equal, to the byte, to native's under `segments`, and to\n"
+        "expandable's under the other policies.\n\n"
+        "Nanoseconds are medians of turns of a few hundredths of a second, in which the modes alternate;\n"
+        "Cushion's share is the median of the shares of the rounds, with the quartiles in brackets."
     ),
 }
 
@@ -349,7 +349,7 @@ def page(
     for status, heading in (
         ("failed", "Failed"),
         ("skipped", "Skipped"),
-        ("unfinished", "Not run, or not to the end"),
+        ("unfinished", "Not run, or not finished"),
     ):
         found = [name for name in verdicts if verdicts[name].status == status]
         if found:
@@ -357,7 +357,7 @@ def page(
             parts.append(f"## {heading}\n\n" + "\n".join(lines))
     notes = [why for found in verdicts.values() if found.status == "passed" for why in found.why]
     if notes:
-        parts.append("## Of groups that passed\n\n" + "\n".join(f"- {note}" for note in notes))
+        parts.append("## Remarks on groups that passed\n\n" + "\n".join(f"- {note}" for note in notes))
     if all(found.status == "passed" for found in verdicts.values()):
         parts.append("Every group passed.")
     return "\n\n".join(parts) + "\n"

@@ -268,14 +268,16 @@ def run_groups(groups: list[Group], record: Record, run: Run = run_jobs) -> None
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kind", choices=("test", "bench"))
-    parser.add_argument("--group", action="append", default=[], metavar="NAME", help="may be given again")
-    parser.add_argument("--list", action="store_true", help="say what groups there are")
-    parser.add_argument("--rounds", type=int, default=3, help="of each workload of bench, 3 unless told")
-    parser.add_argument("--policy", choices=POLICIES, help="of Cushion's, this one alone")
+    parser.add_argument(
+        "--group", action="append", default=[], metavar="NAME", help="run only this group; may be repeated"
+    )
+    parser.add_argument("--list", action="store_true", help="list the groups")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of each workload of bench; 3 by default")
+    parser.add_argument("--policy", choices=POLICIES, help="run only the jobs of this policy of Cushion")
     again = parser.add_mutually_exclusive_group()
-    again.add_argument("--resume", action="store_true", help="go on from what is recorded; the default")
-    again.add_argument("--fresh", action="store_true", help="forget what is recorded of the groups chosen")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="for the record and the page")
+    again.add_argument("--resume", action="store_true", help="continue from the record; the default")
+    again.add_argument("--fresh", action="store_true", help="discard the record of the chosen groups")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="folder for the record and the page")
     return parser.parse_args(arguments)
 
 
