@@ -9,7 +9,9 @@ say() { echo "setup-torch: $*" >&2; }
 mkdir -p "${CARGO_TARGET_DIR:-target}"
 venv=$(cd "${CARGO_TARGET_DIR:-target}" && pwd)/torch-$1
 
-frameworks='accelerate==1.15.0 lightning==2.6.6 transformers==5.22.2 ray[train]==2.60.0 mypy==2.4.1'
+# The version of mypy is that of the other checks.
+mypy=$(sed -n 's/.*echo \(mypy==[0-9.]*\).*/\1/p' scripts/python.sh)
+frameworks="accelerate==1.15.0 lightning==2.6.6 transformers==5.22.2 ray[train]==2.60.0 $mypy"
 
 # An environment that was made for other versions of these is made again.
 if [ "$(cat "$venv/whole" 2>/dev/null)" != "$frameworks" ]; then

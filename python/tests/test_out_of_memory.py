@@ -6,7 +6,7 @@ import re
 import threading
 import unittest
 
-from support import GIB, MIB, Standin, TorchCase, process
+from support import GIB, MIB, Standin, TorchCase, in_threads, process
 
 # PyTorch's own message, up to the first sentence of Cushion.
 FORM = re.compile(
@@ -51,7 +51,7 @@ class OutOfMemory(TorchCase):
         self.assertIsNone(said["allowed"])
         del kept
 
-    def test_is_pytorch_s_own_error(self) -> None:
+    def test_it_is_the_error_of_pytorch(self) -> None:
         torch = self.install()
         with self.assertRaises(RuntimeError) as raised:
             torch.empty(GIB, dtype=torch.uint8, device="cuda")
@@ -89,7 +89,7 @@ class OutOfMemory(TorchCase):
         self.assertEqual(torch.cuda.memory_allocated(), 500 * MIB)
         del kept
 
-    def test_another_program_s_memory(self) -> None:
+    def test_memory_of_another_program(self) -> None:
         torch = self.install()
         standin = Standin()
         standin.tenant(400 * MIB)
@@ -97,7 +97,7 @@ class OutOfMemory(TorchCase):
         standin.tenant(0)
         torch.empty(200 * MIB, dtype=torch.uint8, device="cuda")
 
-    def test_memory_that_other_streams_still_use_is_waited_for(self) -> None:
+    def test_pending_memory_is_waited_for(self) -> None:
         torch = self.install()
         standin, side = Standin(), torch.cuda.Stream()
         kept = torch.empty(400 * MIB, dtype=torch.uint8, device="cuda")
@@ -146,7 +146,7 @@ class OutOfMemory(TorchCase):
         self.refused(torch, 600 * MIB)
         self.assertEqual(len(depth), 3)
 
-    def test_the_logger_is_told(self) -> None:
+    def test_the_logger_gets_it(self) -> None:
         torch = self.install()
         with self.assertLogs("cushion", "WARNING") as logs:
             self.refused(torch, 600 * MIB)
@@ -160,7 +160,7 @@ class OutOfMemory(TorchCase):
         (entry,) = [e for e in torch.cuda.memory._snapshot()["device_traces"][0] if e["action"] == "oom"]
         self.assertEqual((entry["size"], entry["device_free"]), (600 * MIB, 512 * MIB))
 
-    def test_three_hundred_times_without_growing(self) -> None:
+    def test_three_hundred_refusals_do_not_leak(self) -> None:
         torch = self.install()
         import gc
         import logging
@@ -227,11 +227,7 @@ class OutOfMemory(TorchCase):
             except BaseException as error:  # noqa: BLE001
                 errors.append(error)
 
-        threads = [threading.Thread(target=work) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        in_threads([work] * 4)
         self.assertEqual(errors, [])
         self.assertEqual(torch.cuda.memory_allocated(), 0)
 

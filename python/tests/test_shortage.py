@@ -90,7 +90,7 @@ class Receipts(Simulated):
         with self.assertRaises(ValueError):
             self.cushion.keep_receipts(1 << 40)
 
-    def test_stacks_say_who_holds_the_memory(self) -> None:
+    def test_stacks_of_the_largest_allocations(self) -> None:
         self.engine.record_memory_history("all", "all", 100, True, [])
 
         def makes_the_large_one() -> int:
@@ -179,7 +179,7 @@ class Budgets(Simulated):
         self.refused()
         self.assertEqual(called, [1])
 
-    def test_blocks_inside_each_other_and_around_functions(self) -> None:
+    def test_nested_blocks_and_decorators(self) -> None:
         read = self.engine.wishes
         once = self.cushion.budget(ms=7)
 
@@ -196,7 +196,7 @@ class Budgets(Simulated):
         self.assertEqual(read(), (None, []))
         with self.assertRaisesRegex(ValueError, "there is no rung `roof`"), self.cushion.budget(skip=["roof"]):
             pass
-        with self.assertRaisesRegex(TypeError, "does its work after it has returned"):
+        with self.assertRaisesRegex(TypeError, "whose work is done after it has returned"):
 
             @self.cushion.budget(ms=0)
             async def later() -> None: ...
@@ -206,7 +206,7 @@ class Budgets(Simulated):
                 pass
         self.assertEqual(read(), (None, []))
 
-    def test_tasks_that_take_turns(self) -> None:
+    def test_alternating_tasks(self) -> None:
         async def main() -> None:
             first_is_in, second_is_in, first_is_out = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
@@ -265,7 +265,7 @@ class Injected(Simulated):
         self.engine.allocate(MIB)
 
     @support.process(CUSHION_INJECT="sometimes")
-    def test_a_bad_variable(self) -> None:
+    def test_an_invalid_variable(self) -> None:
         with self.assertRaisesRegex(RuntimeError, "CUSHION_INJECT: `sometimes` is no rule"):
             self.engine.allocate(MIB)
         with self.assertRaisesRegex(ValueError, "CUSHION_INJECT"):
@@ -296,7 +296,7 @@ class Futures(Simulated):
         with self.assertRaises(ValueError):
             self.cushion.alloc_future("a lot")
 
-    def test_inside_of_a_callback(self) -> None:
+    def test_inside_a_callback(self) -> None:
         held, got = [self.fill()], []
 
         def makes_room(*_: object) -> None:
@@ -327,7 +327,7 @@ class Futures(Simulated):
         done.result(60)
         self.assertFalse(done.cancel())
 
-    def test_in_the_order_of_asking(self) -> None:
+    def test_in_the_order_of_requests(self) -> None:
         order: list[int] = []
         with self.another_holds(900 * MIB) as let_go:
             futures = []
@@ -368,7 +368,7 @@ class Futures(Simulated):
         while self.cushion.stats()["waiting"] != 0:
             pass
 
-    def test_a_thousand_cancelled_or_served_leave_nothing(self) -> None:
+    def test_a_thousand_cancelled_or_served_futures_leave_nothing_allocated(self) -> None:
         for number in range(1000):
             future = self.cushion.alloc_future(64 * MIB)
             if number % 2:
@@ -381,7 +381,7 @@ class Futures(Simulated):
             gc.collect()
         self.assertEqual(self.cushion.stats()["waiting"], 0)
 
-    def test_at_the_end_of_python(self) -> None:
+    def test_at_the_shutdown_of_python(self) -> None:
         program = (
             "import cushion\ncushion.simulate('1GiB')\nkept = cushion.alloc_future('900MiB').result()\n"
             "waits = [cushion.alloc_future('500MiB') for _ in range(5)]\nprint('end')"
