@@ -83,7 +83,7 @@ fn pair_with_pending_streams() {
         let gpu = gpu(policy, 4096 * GIB);
         for stream in 0..STREAMS {
             let own = StreamId(stream);
-            // This block stays live, so that the segment is not released.
+            // This block stays live. The free rest of its segment serves the pairs below.
             gpu.alloc(4 << 10, own).expect("memory");
             let block = gpu.alloc(4 << 10, own).expect("memory");
             let other = StreamId((stream + 1) % STREAMS);
