@@ -177,7 +177,7 @@ mod tests {
         assert!(told.contains(", 2358 events\n"), "{told}");
         assert!(told.contains("left out 101 events that PyTorch's viewer"), "{told}");
         let why = "device 0, event 100, ";
-        assert!(told.contains(why) && told.contains("not there later"), "{told}");
+        assert!(told.contains(why) && told.contains("does not exist later"), "{told}");
         convert(&broken, &own);
         assert_eq!(load(&own), snapshot);
     }
