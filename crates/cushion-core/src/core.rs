@@ -17,7 +17,7 @@ use crate::backing::Backing;
 use crate::base::clock::{Bell, Clock};
 use crate::base::looks::Looks;
 use crate::demand::Demand;
-use crate::driver::{Driver, DriverResult, Properties, StreamId};
+use crate::driver::{Driver, DriverResult, Properties};
 use crate::heap::Heap;
 use crate::ledger::Ledger;
 use crate::ledger::history::History;
@@ -40,11 +40,18 @@ pub(crate) struct Core<D> {
     pub(crate) demand: Demand,
     pub(crate) history: History,
     pub(crate) options: Options,
+    pub(crate) setup: Setup,
+    looks: Looks,
+}
+
+/// State that hits and frees do not read.
+#[derive(Debug)]
+pub(crate) struct Setup {
     /// The policy in force.
     pub(crate) policy: Policy,
-    ladder: Ladder,
+    pub(crate) ladder: Ladder,
+    /// Tags of unfinished receipts.
     pub(crate) told_later: ToldLater,
-    looks: Looks,
 }
 
 /// The core while the lock is held.
@@ -53,9 +60,7 @@ pub(crate) struct Locked<'lock, D> {
     pub(crate) mem: Mem<'lock, D>,
     pub(crate) policies: &'lock mut Policies<D>,
     pub(crate) demand: &'lock mut Demand,
-    pub(crate) told_later: &'lock mut ToldLater,
-    pub(crate) ladder: Ladder,
-    pub(crate) policy: Policy,
+    pub(crate) setup: &'lock mut Setup,
 }
 
 /// The state that all threads share.
@@ -104,9 +109,7 @@ impl<D: Driver> Shared<D> {
             demand: Demand::default(),
             history: History::default(),
             options,
-            policy,
-            ladder,
-            told_later: ToldLater::default(),
+            setup: Setup { policy, ladder, told_later: ToldLater::default() },
             looks: Looks::default(),
         };
         Self {
@@ -131,6 +134,7 @@ impl<D: Driver> Shared<D> {
     }
 
     /// Returns the core behind a lock that is held.
+    #[inline]
     pub(crate) fn open<'lock>(&'lock self, core: &'lock mut Core<D>) -> Locked<'lock, D> {
         let Core { heap, backing, streams, policies, demand, history, .. } = core;
         let ledger = Ledger::new(&self.counters, history, &*self.clock);
@@ -141,11 +145,10 @@ impl<D: Driver> Shared<D> {
             ledger,
             options: &core.options,
             driver: &self.driver,
-            device: self.device,
+            device: &self.device,
             looks: &core.looks,
         };
-        let (ladder, policy) = (core.ladder, core.policy);
-        Locked { mem, policies, demand, told_later: &mut core.told_later, ladder, policy }
+        Locked { mem, policies, demand, setup: &mut core.setup }
     }
 
     /// Takes the lock. It is usually held for less time than it takes to put a thread to sleep and
@@ -219,8 +222,7 @@ impl<D: Driver> Shared<D> {
     /// it. No capture may be under way or begin.
     pub(crate) fn wait_for_device(&self) -> DriverResult<Proof> {
         let until = self.locked(|core| core.mem.streams.now());
-        // Any stream will do: the driver waits for all of them.
-        self.driver.stream_synchronize(StreamId(0))?;
+        Streams::wait_for_device(&self.driver)?;
         let proof = Proof::of_device(until);
         self.locked(|mut core| {
             core.mem.streams.device_waited_for(core.mem.heap, proof);

@@ -105,8 +105,7 @@ impl Heap {
 
     /// Returns the figures that the memory of a lane counts in.
     pub(crate) fn place(&self, lane: LaneId) -> Place {
-        let Pool { id, small, .. } = self.pools[lane.pool];
-        Place { pool: id, small, stream: lane.stream, host: lane.pool == PoolTable::SPILL }
+        self.pools[lane.pool].place(lane)
     }
 
     /// Returns the addresses of a block, for the ledger.

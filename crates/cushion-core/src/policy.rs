@@ -24,6 +24,7 @@ use crate::base::names::{PolicyIndex, Tag};
 use crate::driver::{Driver, DriverResult, EventId, Properties};
 use crate::heap::Chains;
 use crate::heap::block::{Block, BlockId};
+use crate::heap::segment::Kind;
 use crate::memory::unmap::{Calls, Unmapping};
 use crate::memory::{Found, GiveBack, Mem, Request};
 use crate::options::Policy;
@@ -49,18 +50,16 @@ pub(crate) trait Rules<D: Driver>: fmt::Debug + Send {
     }
 
     /// Turns the found memory into a free block of its lane that begins at the address of the
-    /// request.
-    fn prepare(&mut self, mem: &mut Mem<'_, D>, found: Found, request: &Request) -> BlockId {
-        match found {
-            Found::Block(id) => id,
-            Found::Within { block, address } => {
-                if mem.heap[block].address != address {
-                    mem.heap.cut_within_lane(block, address, address + request.size);
-                }
-                block
-            }
-            Found::Stitch(_) => unreachable!("only a policy that stitches finds stitches"),
-        }
+    /// request. Also returns whether the rest of the block becomes a block of its own.
+    fn prepare(
+        &mut self,
+        mem: &mut Mem<'_, D>,
+        found: Found,
+        request: &Request,
+    ) -> (BlockId, bool) {
+        let Found::Block(id) = found else { unreachable!("this policy finds only free blocks") };
+        let splits = mem.heap[id].size > request.size && self.splits(mem, id, request.size);
+        (id, splits)
     }
 
     /// Returns whether the rest of a free block, which is larger than `size`, becomes a block of
@@ -119,9 +118,9 @@ pub(crate) trait Rules<D: Driver>: fmt::Debug + Send {
         mem.unmap_pages(idle, what, calls, |_, _, _| true)
     }
 
-    /// Completes the free of a pending block in one of its segments.
-    fn complete_free(&mut self, mem: &mut Mem<'_, D>, id: BlockId, tag: Tag) {
-        mem.complete_free(id, tag);
+    /// Completes the free of a pending block in one of its segments, which is of this kind.
+    fn complete_free(&mut self, mem: &mut Mem<'_, D>, id: BlockId, kind: Kind, tag: Tag) {
+        mem.complete_free(id, kind, tag);
     }
 
     // ---- trimming ----

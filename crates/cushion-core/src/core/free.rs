@@ -3,7 +3,9 @@
 use super::Locked;
 use crate::base::names::{Owner, Tag};
 use crate::driver::{Driver, DriverResult, StreamId};
-use crate::heap::block::BlockId;
+use crate::heap::block::{Block, BlockId, Holder};
+use crate::heap::pool::PoolTable;
+use crate::heap::segment::{Segment, SegmentId};
 use crate::outcome::error::AddressError;
 
 impl<D: Driver> Locked<'_, D> {
@@ -12,28 +14,36 @@ impl<D: Driver> Locked<'_, D> {
     pub(crate) fn free(&mut self, address: u64, by: Owner, tag: Tag) -> Result<(), AddressError> {
         let unknown = AddressError::Unknown { address };
         let id = self.mem.begin_free(address, tag).ok_or(unknown)?;
-        let block = &self.mem.heap[id];
-        let owner = block.holder.owner;
+        let &Block { lane, segment, holder: Holder { owner, .. }, ref users, .. } =
+            &self.mem.heap[id];
+        let (is_spilled, is_used) = (lane.pool == PoolTable::SPILL, users.uses.is_some());
         if owner != by {
             self.demand.queue.note_freed_by(owner, by);
         }
         let failed = |source| AddressError::Driver { address, source };
-        if self.mem.is_spilled(id) {
+        if is_spilled {
             return self.mem.free_spilled(id).map_err(failed);
         }
-        if block.users.uses.is_some() {
+        if is_used {
             return self.mem.free_when_done(id).map_err(failed);
         }
-        self.complete_free(id, tag);
+        self.complete_free_in(segment, id, tag);
         Ok(())
     }
 
-    /// Makes the block free for reuse on its stream.
+    /// Makes a block on the device free for reuse on its stream.
+    #[inline]
+    fn complete_free_in(&mut self, segment: SegmentId, id: BlockId, tag: Tag) {
+        let &Segment { policy, kind, .. } = &self.mem.heap[segment];
+        self.policies.rules_mut(policy).complete_free(&mut self.mem, id, kind, tag);
+    }
+
+    /// Makes a block free for reuse on its stream, or releases it if it is in host memory.
     fn complete_free(&mut self, id: BlockId, tag: Tag) {
         if self.mem.is_spilled(id) {
             self.mem.complete_free_of_spill(id, tag);
         } else {
-            self.policies.of_block(&self.mem, id).complete_free(&mut self.mem, id, tag);
+            self.complete_free_in(self.mem.heap[id].segment, id, tag);
         }
     }
 

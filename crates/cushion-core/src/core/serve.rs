@@ -113,7 +113,7 @@ impl<D: Driver> Locked<'_, D> {
     fn is_waiting_allowed(&self, wishes: &Wishes) -> bool {
         let options = self.mem.options;
         wishes.budget.map_or(options.wait_ms > 0, |budget| !budget.is_zero())
-            && self.ladder == Ladder::Graceful
+            && self.setup.ladder == Ladder::Graceful
             && !options.skip_rungs.and(wishes.skipped).contains(Rung::Wait)
     }
 
@@ -181,9 +181,7 @@ impl<D: Driver> Locked<'_, D> {
     /// Cuts the found memory to size, if the policy splits it, and hands it out.
     pub(crate) fn hand_out(&mut self, found: Found, policy: PolicyIndex, request: &Request) -> u64 {
         let rules = self.policies.rules_mut(policy);
-        let id = rules.prepare(&mut self.mem, found, request);
-        let splits =
-            self.mem.heap[id].size > request.size && rules.splits(&self.mem, id, request.size);
+        let (id, splits) = rules.prepare(&mut self.mem, found, request);
         self.mem.take(id, splits, request)
     }
 

@@ -57,8 +57,8 @@ impl<D: Driver> Engine<D> {
     }
 
     fn put_in_force(&self, core: &mut Core<D>, policy: Policy) {
-        core.policy = possible(&self.shared.device, policy);
-        core.policies.set_in_force(PolicyIndex::from(core.policy));
+        core.setup.policy = possible(&self.shared.device, policy);
+        core.policies.set_in_force(PolicyIndex::from(core.setup.policy));
     }
 
     /// Returns the options in force.
@@ -70,7 +70,7 @@ impl<D: Driver> Engine<D> {
     /// Returns the policy in force.
     #[must_use]
     pub fn policy(&self) -> Policy {
-        self.shared.lock().policy
+        self.shared.lock().setup.policy
     }
 
     /// Changes the policy. Memory that another policy laid out stays as it is until it is given
@@ -79,7 +79,7 @@ impl<D: Driver> Engine<D> {
         {
             let mut core = self.shared.lock();
             self.put_in_force(&mut core, policy);
-            let policy = core.policy;
+            let policy = core.setup.policy;
             core.options.ask_for(policy);
         }
         self.shared.wake();

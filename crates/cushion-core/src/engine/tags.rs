@@ -21,7 +21,7 @@ impl<D: Driver> Engine<D> {
             blocks.for_each(|(_, block)| f(block.holder.tag));
             core.heap.segments().for_each(|(_, segment)| f(segment.tag));
             core.history.entries().for_each(|entry| f(entry.tag));
-            core.told_later.for_each(&mut f);
+            core.setup.told_later.for_each(&mut f);
         }
         for receipt in self.desk.receipts.read() {
             f(receipt.tag);

@@ -2,10 +2,12 @@
 
 use std::ops::Range;
 
-use super::Heap;
-use super::block::{BlockId, BlockState, Holder};
+use super::block::{BlockId, BlockState, BlockTable, Holder};
+use super::pool::LaneId;
+use super::segment::Kind;
+use super::{Heap, Lane};
 use crate::base::names::Moment;
-use crate::ledger::change::{Held, Splits};
+use crate::ledger::change::{Held, Span, Splits};
 
 /// A block that was handed out.
 #[derive(Debug, Clone, Copy)]
@@ -25,22 +27,24 @@ impl Heap {
     // ---- handing out and freeing ----
 
     /// Hands out a free block: its first `size` bytes if `splits`, else all of it.
+    #[expect(clippy::inline_always, reason = "the result stays in registers")]
+    #[inline(always)]
     pub(crate) fn take(&mut self, id: BlockId, size: u64, splits: bool, holder: Holder) -> Taken {
-        let block = &self.blocks[id];
-        let (lane, address, whole) = (block.lane, block.address, block.size);
+        let Self { blocks, segments, pools, live, .. } = self;
+        let block = &blocks[id];
+        let (lane_id, address, whole) = (block.lane, block.address, block.size);
         let was_split = block.is_split();
-        let plain = self.segments[block.segment].is_plain();
-        let Self { blocks, pools, .. } = &mut *self;
-        let pool = &mut pools[lane.pool];
-        let searches = pool.searches;
-        let at = pool.lane_mut(lane.stream);
-        at.remove_free(whole, address);
+        let plain = segments[block.segment].is_plain();
+        let pool = &mut pools[lane_id.pool];
+        let (searches, place) = (pool.searches, pool.place(lane_id));
+        let lane = pool.lane_mut(lane_id.stream);
+        lane.remove_free(whole, address);
         let mut change = Splits::default();
         let id = if splits {
             let front = blocks.split_front(id, size, BlockState::Live);
             let rest = &mut blocks[id];
             rest.free_since = searches;
-            at.insert_free(rest.size, rest.address, id);
+            lane.insert_free(rest.size, rest.address, id);
             if plain && was_split {
                 change.bytes = -size.cast_signed();
             } else if plain {
@@ -56,11 +60,13 @@ impl Heap {
         let block = &mut blocks[id];
         block.state = BlockState::Live;
         block.holder = holder;
-        let size = block.size;
-        at.activated(address, size);
-        at.mark(whole, address..address + size);
-        self.live.insert(address, id);
-        Taken { held: self.held(id), splits: change }
+        let bytes = block.size;
+        lane.activated(address, bytes);
+        lane.mark(whole, address..address + bytes);
+        live.insert(address, id);
+        let Holder { requested, tag, .. } = holder;
+        let held = Held { span: Span { address, bytes, place }, requested, tag };
+        Taken { held, splits: change }
     }
 
     /// Makes the live block at an address pending. Returns `None` if no live block begins there.
@@ -70,22 +76,29 @@ impl Heap {
         Some(id)
     }
 
-    /// Makes a pending block free, and merges it with its neighbours.
-    pub(crate) fn complete_free(&mut self, id: BlockId, freed: Moment) -> Freed {
-        let held = self.held(id);
-        let block = &mut self.blocks[id];
+    /// Makes a pending block of a segment of this kind free, and merges it with its neighbours.
+    #[expect(clippy::inline_always, reason = "the result stays in registers")]
+    #[inline(always)]
+    pub(crate) fn complete_free(&mut self, id: BlockId, kind: Kind, freed: Moment) -> Freed {
+        let Self { blocks, pools, .. } = self;
+        let block = &mut blocks[id];
         debug_assert!(block.state == BlockState::Pending && block.users.are_none());
         block.freed = freed;
-        let is_plain = self.segments[block.segment].is_plain();
-        let merged = self.merge_free(id);
+        let (address, bytes) = (block.address, block.size);
+        let Holder { requested, tag, .. } = block.holder;
+        let pool = &mut pools[block.lane.pool];
+        let (searches, place) = (pool.searches, pool.place(block.lane));
+        let lane = pool.lane_mut(block.lane.stream);
+        let merged = merge_in_lane(blocks, lane, id, searches);
+        lane.deactivated(address, bytes);
         let mut splits = Splits::default();
-        if is_plain {
-            let block = &self.blocks[id];
+        if kind == Kind::Plain {
+            let block = &blocks[id];
             let (count, bytes) = if block.is_split() { (1, block.size) } else { (0, 0) };
             splits.blocks = count - merged.0;
             splits.bytes = bytes.cast_signed() - merged.1.cast_signed();
         }
-        self.deactivate(&held, id);
+        let held = Held { span: Span { address, bytes, place }, requested, tag };
         Freed { held, splits }
     }
 
@@ -202,13 +215,15 @@ impl Heap {
     /// Marks `start..end` of a free block as unmapped. These bytes keep the block's id.
     pub(crate) fn mark_unmapped(&mut self, id: BlockId, start: u64, end: u64) {
         self.cut_free(id, start, end);
-        self.blocks[id].state = BlockState::Unmapped;
-        let (prev, next) = (self.blocks[id].prev, self.blocks[id].next);
-        for neighbour in [prev, next].into_iter().flatten() {
-            self.try_merge(id, neighbour, BlockState::Unmapped);
+        let Self { blocks, pools, .. } = self;
+        let block = &mut blocks[id];
+        block.state = BlockState::Unmapped;
+        let neighbours = [block.prev, block.next];
+        let lane = pools[block.lane.pool].lane_mut(block.lane.stream);
+        for neighbour in neighbours.into_iter().flatten() {
+            try_merge(blocks, lane, id, neighbour, BlockState::Unmapped);
         }
-        let (lane, address) = (self.blocks[id].lane, self.blocks[id].address);
-        self.lane_mut(lane).insert_unmapped(address, id);
+        lane.insert_unmapped(blocks[id].address, id);
     }
 
     /// Cuts an unmapped block in two at `address`. The part from `address` on keeps its id.
@@ -225,56 +240,83 @@ impl Heap {
 
     // ---- merging ----
 
-    /// Makes a block that is in no index free, and merges it with its neighbours. Returns how many
-    /// neighbours merged, and their bytes.
-    pub(crate) fn merge_free(&mut self, id: BlockId) -> (i64, u64) {
-        let block = &self.blocks[id];
-        let freed = block.address..block.end();
-        let mut merged = (0, 0);
-        for neighbour in [block.prev, block.next].into_iter().flatten() {
-            if let Some(bytes) = self.try_merge(id, neighbour, BlockState::Free) {
-                merged = (merged.0 + 1, merged.1 + bytes);
-            }
-        }
-        self.put_free(id, freed);
-        merged
-    }
-
-    /// Merges the neighbour into `into`, if the neighbour is in `state`; returns its bytes. `into`
-    /// must be in no index.
-    fn try_merge(&mut self, into: BlockId, neighbour: BlockId, state: BlockState) -> Option<u64> {
-        let other = &self.blocks[neighbour];
-        if other.state != state {
-            return None;
-        }
-        let (size, address, lane) = (other.size, other.address, other.lane);
-        let lane = self.lane_mut(lane);
-        match state {
-            BlockState::Free => lane.remove_free(size, address),
-            BlockState::Unmapped => lane.remove_unmapped(address),
-            _ => unreachable!("only idle blocks merge"),
-        }
-        self.blocks.absorb(into, neighbour);
-        Some(size)
+    /// Makes a block that is in no index free, and merges it with its neighbours.
+    pub(crate) fn merge_free(&mut self, id: BlockId) {
+        let Self { blocks, pools, .. } = self;
+        let LaneId { pool, stream } = blocks[id].lane;
+        let pool = &mut pools[pool];
+        let searches = pool.searches;
+        merge_in_lane(blocks, pool.lane_mut(stream), id, searches);
     }
 
     /// Adds a block to the free index of its lane.
     pub(super) fn insert_free(&mut self, id: BlockId) {
-        let block = &self.blocks[id];
-        self.put_free(id, block.address..block.end());
-    }
-
-    /// Adds a block, of which only `freed` was not free before, to the free index of its lane.
-    #[expect(clippy::inline_always, reason = "saves a call in every free")]
-    #[inline(always)]
-    fn put_free(&mut self, id: BlockId, freed: Range<u64>) {
         let Self { blocks, pools, .. } = self;
-        let block = &mut blocks[id];
+        let block = &blocks[id];
+        let freed = block.address..block.end();
         let pool = &mut pools[block.lane.pool];
-        block.state = BlockState::Free;
-        block.free_since = pool.searches;
-        let lane = pool.lane_mut(block.lane.stream);
-        lane.insert_free(block.size, block.address, id);
-        lane.mark(block.size, freed);
+        let searches = pool.searches;
+        put_free(blocks, pool.lane_mut(block.lane.stream), id, searches, freed);
     }
+}
+
+/// Makes a block that is in no index free, and merges it with its neighbours, which are all of one
+/// lane. Returns how many neighbours merged, and their bytes.
+#[inline]
+fn merge_in_lane(
+    blocks: &mut BlockTable,
+    lane: &mut Lane,
+    id: BlockId,
+    searches: u64,
+) -> (i64, u64) {
+    let block = &blocks[id];
+    let freed = block.address..block.end();
+    let mut merged = (0, 0);
+    for neighbour in [block.prev, block.next].into_iter().flatten() {
+        if let Some(bytes) = try_merge(blocks, lane, id, neighbour, BlockState::Free) {
+            merged = (merged.0 + 1, merged.1 + bytes);
+        }
+    }
+    put_free(blocks, lane, id, searches, freed);
+    merged
+}
+
+/// Merges the neighbour into `into`, if the neighbour is in `state`; returns its bytes. `into` must
+/// be in no index.
+fn try_merge(
+    blocks: &mut BlockTable,
+    lane: &mut Lane,
+    into: BlockId,
+    neighbour: BlockId,
+    state: BlockState,
+) -> Option<u64> {
+    let other = &blocks[neighbour];
+    if other.state != state {
+        return None;
+    }
+    let (size, address) = (other.size, other.address);
+    match state {
+        BlockState::Free => lane.remove_free(size, address),
+        BlockState::Unmapped => lane.remove_unmapped(address),
+        _ => unreachable!("only idle blocks merge"),
+    }
+    blocks.absorb(into, neighbour);
+    Some(size)
+}
+
+/// Adds a block, of which only `freed` was not free before, to the free index of its lane.
+#[expect(clippy::inline_always, reason = "saves a call in every free")]
+#[inline(always)]
+fn put_free(
+    blocks: &mut BlockTable,
+    lane: &mut Lane,
+    id: BlockId,
+    searches: u64,
+    freed: Range<u64>,
+) {
+    let block = &mut blocks[id];
+    block.state = BlockState::Free;
+    block.free_since = searches;
+    lane.insert_free(block.size, block.address, id);
+    lane.mark(block.size, freed);
 }

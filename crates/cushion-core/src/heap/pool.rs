@@ -12,6 +12,7 @@ use super::lane::Lane;
 use crate::base::names::{Moment, PoolId};
 use crate::base::table::{Id, Table};
 use crate::driver::StreamId;
+use crate::ledger::change::Place;
 use crate::ledger::lanes::Lanes;
 
 /// The index of a pool in the table.
@@ -38,6 +39,12 @@ pub(crate) struct Pool {
 }
 
 impl Pool {
+    /// Returns the figures that the memory of one of its lanes counts in.
+    pub(super) fn place(&self, lane: LaneId) -> Place {
+        let host = lane.pool == PoolTable::SPILL;
+        Place { pool: self.id, small: self.small, stream: lane.stream, host }
+    }
+
     pub(crate) fn lane(&self, stream: StreamId) -> Option<&Lane> {
         self.lanes.get(&stream)
     }

@@ -192,13 +192,17 @@ impl Ledger<'_> {
         }
     }
 
+    #[expect(clippy::inline_always, reason = "the parts of a change stay in registers")]
+    #[inline(always)]
     fn handed_out(&mut self, held: &Held, splits: Splits) {
         let &Held { span: Span { bytes, place, .. }, requested, tag } = held;
         let (counters, small) = (self.counters, place.small);
         if place.host {
             counters.spilled_allocation.increase(1);
         } else {
-            self.free_splits(small, splits);
+            if splits != Splits::default() {
+                self.free_splits(small, splits);
+            }
             counters.allocation.increase(small, 1);
             counters.allocated_bytes.increase(small, bytes);
             counters.active.increase(small, 1);
@@ -214,6 +218,8 @@ impl Ledger<'_> {
         self.record_held(Action::Alloc, held, tag);
     }
 
+    #[expect(clippy::inline_always, reason = "the parts of a change stay in registers")]
+    #[inline(always)]
     fn free_requested(&mut self, held: &Held) {
         let &Held { span: Span { bytes, place, .. }, tag, .. } = held;
         let (counters, small) = (self.counters, place.small);
@@ -229,11 +235,15 @@ impl Ledger<'_> {
         self.record_held(Action::FreeRequested, held, tag);
     }
 
+    #[expect(clippy::inline_always, reason = "the parts of a change stay in registers")]
+    #[inline(always)]
     fn free_completed(&mut self, held: &Held, splits: Splits) {
         let &Held { span: Span { bytes, place, .. }, requested, tag } = held;
         let (counters, small) = (self.counters, place.small);
         if !place.host {
-            self.free_splits(small, splits);
+            if splits != Splits::default() {
+                self.free_splits(small, splits);
+            }
             counters.active.decrease(small, 1);
             counters.active_bytes.decrease(small, bytes);
             counters.requested_bytes.decrease(small, requested);

@@ -34,6 +34,7 @@ pub struct Receipt {
     #[serde(skip)]
     pub owner: Owner,
     /// The tag of the request: the number of its stack, if stacks are recorded.
+    #[serde(rename = "context")]
     pub tag: Tag,
     /// The stack, innermost frame first.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -100,6 +101,7 @@ impl Outcome {
 #[non_exhaustive]
 pub struct Group {
     /// The tag: the number of a stack, if stacks are recorded.
+    #[serde(rename = "context")]
     pub tag: Tag,
     /// Bytes requested for each allocation.
     pub each: u64,

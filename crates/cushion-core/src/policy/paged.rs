@@ -101,7 +101,12 @@ impl<D: Driver> Rules<D> for Paged {
         Some(found)
     }
 
-    fn prepare(&mut self, mem: &mut Mem<'_, D>, found: Found, request: &Request) -> BlockId {
+    fn prepare(
+        &mut self,
+        mem: &mut Mem<'_, D>,
+        found: Found,
+        request: &Request,
+    ) -> (BlockId, bool) {
         let id = match found {
             Found::Block(id) => id,
             Found::Within { block, address } => {
@@ -113,7 +118,7 @@ impl<D: Driver> Rules<D> for Paged {
             Found::Stitch(number) => self.lend(mem, StitchId::new(number), request.size),
         };
         self.remember(mem, request, id);
-        id
+        (id, mem.heap[id].size - request.size >= MIN_BLOCK)
     }
 
     fn splits(&self, mem: &Mem<'_, D>, id: BlockId, size: u64) -> bool {
@@ -186,10 +191,10 @@ impl<D: Driver> Rules<D> for Paged {
         })
     }
 
-    fn complete_free(&mut self, mem: &mut Mem<'_, D>, id: BlockId, tag: Tag) {
-        match mem.kind_of(id) {
+    fn complete_free(&mut self, mem: &mut Mem<'_, D>, id: BlockId, kind: Kind, tag: Tag) {
+        match kind {
             Kind::Stitch(number) => self.return_home(mem, StitchId::new(number), id, tag),
-            _ => mem.complete_free(id, tag),
+            kind => mem.complete_free(id, kind, tag),
         }
     }
 

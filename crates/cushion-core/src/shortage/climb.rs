@@ -260,7 +260,7 @@ impl<'a, D: Driver> Climber<'a, D> {
             let owner = core.demand.lead(asked.owner);
             let request = core.mem.request(asked.bytes, asked.stream, owner, asked.tag);
             let (options, ticket) = (core.mem.options.clone(), core.demand.queue.ticket());
-            (core.ladder, options, ticket, owner, request.lane)
+            (core.setup.ladder, options, ticket, owner, request.lane)
         });
         let wishes = asked.wishes(owner);
         let budget = wishes.budget.unwrap_or(Duration::from_millis(options.wait_ms));

@@ -242,7 +242,7 @@ impl<D: Driver> Locked<'_, D> {
             wanted: self.wanted(&request),
             stream: request.lane.stream,
             pool: self.mem.heap[request.lane.pool].id,
-            policy: self.policy,
+            policy: self.setup.policy,
             device_total: self.mem.device.total,
             device_free: free,
             allowed: self.mem.backing.limit(),
@@ -267,7 +267,7 @@ impl<D: Driver> Locked<'_, D> {
         let as_of = [stats.allocation.all.allocated, stats.allocation.all.freed, spilled];
         let held = before.filter(|before| before.as_of == as_of).unwrap_or_else(|| {
             let (groups, holders) = largest_holders(self.mem.heap);
-            let tags = self.told_later.hold(&groups);
+            let tags = self.setup.told_later.hold(&groups);
             Held { groups, holders, tags, as_of }
         });
         Figures { shortage, held }

@@ -388,6 +388,12 @@ impl Streams {
         driver.event_synchronize(event)
     }
 
+    /// Waits, without the lock, for all work on the device.
+    pub(crate) fn wait_for_device(driver: &impl Driver) -> DriverResult<()> {
+        // Any stream will do: the driver waits for all of them.
+        driver.stream_synchronize(StreamId(0))
+    }
+
     /// Returns the events that are not in use, for the engine to destroy at its end.
     pub(crate) fn take_idle_events(&mut self) -> Vec<EventId> {
         std::mem::take(&mut self.idle_events)

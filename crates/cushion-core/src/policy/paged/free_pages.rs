@@ -269,7 +269,8 @@ mod tests {
             self.free = parts.into_iter().filter(|(start, end)| start < end).collect();
         }
 
-        /// Maps, unmaps or splits pages, or hands out or frees bytes of them, and marks the changes.
+        /// Maps, unmaps or splits pages, or hands out or frees bytes of them, and marks the
+        /// changes.
         fn change(&mut self, dirty: &mut Dirty, kind: u8, homes: Range<u64>, at: u64, length: u64) {
             let quarter = homes.start + at * UNIT / 4;
             let unit = homes.start + at / 4 * UNIT;

@@ -90,12 +90,13 @@ impl Paged {
         match self.layout.place(Situation::now(lane, request)?)? {
             Place::Home(address) => {
                 let id = lane.free_at(address)?;
+                let block = &mem.heap[id];
                 // Another policy may own the addresses by now.
-                let is_home = mem.kind_of(id) == Kind::Homes;
+                let is_home = mem.heap[block.segment].kind == Kind::Homes;
                 // Sizes near `u64::MAX` were never served, but another situation may have the same
                 // hash.
                 let end = address.checked_add(request.size);
-                let fits = end.is_some_and(|end| end <= mem.heap[id].end());
+                let fits = end.is_some_and(|end| end <= block.end());
                 (fits && is_home).then_some(Found::Within { block: id, address })
             }
             Place::Stitch(stitch) => self
@@ -109,9 +110,10 @@ impl Paged {
     pub(super) fn remember<D: Driver>(&mut self, mem: &Mem<'_, D>, request: &Request, id: BlockId) {
         let lane = mem.heap.lane(request.lane);
         let Some(situation) = lane.and_then(|lane| Situation::now(lane, request)) else { return };
-        let place = match mem.kind_of(id) {
+        let block = &mem.heap[id];
+        let place = match mem.heap[block.segment].kind {
             Kind::Stitch(number) => Place::Stitch(StitchId::new(number)),
-            Kind::Homes => Place::Home(mem.heap[id].address),
+            Kind::Homes => Place::Home(block.address),
             Kind::Plain | Kind::Pages { .. } | Kind::Host => return,
         };
         self.layout.remember(situation, place);
