@@ -1,18 +1,19 @@
-//! What is in the memory of a simulated device, for tests and examples that look.
+//! The contents of a simulated device's memory, for tests and examples that read and write it.
 //!
-//! Kept by address, and only where something was written: a device of 80 GB costs what its program puts there.
+//! Contents are kept by address, and only for memory that was written: a device of 80 GB costs only
+//! the bytes that its program writes.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// What is kept together.
+/// The number of bytes that are stored together.
 const CHUNK: usize = 1 << 14;
 
-/// What memory holds that nobody wrote to: whoever forgets to write finds this, and not zeros.
+/// The value of bytes that were never written. It is not zero, so that a missing write shows.
 const GARBAGE: u8 = 0xCD;
 
-/// Bytes at addresses. `Send` and `Sync`.
+/// Stored bytes by address. `Send` and `Sync`.
 #[derive(Debug, Default)]
 pub struct SimMemory {
     chunks: Mutex<BTreeMap<u64, Chunk>>,
@@ -20,7 +21,7 @@ pub struct SimMemory {
 
 #[derive(Debug)]
 enum Chunk {
-    /// The same byte all over.
+    /// Every byte has this value.
     Filled(u8),
     Bytes(Box<[u8; CHUNK]>),
 }
@@ -32,7 +33,7 @@ impl Chunk {
         }
         match self {
             Self::Bytes(bytes) => bytes,
-            Self::Filled(_) => unreachable!("replaced just now"),
+            Self::Filled(_) => unreachable!("replaced above"),
         }
     }
 }
@@ -42,23 +43,23 @@ impl SimMemory {
         self.chunks.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Puts bytes at an address.
+    /// Writes bytes at an address.
     pub fn write(&self, address: u64, bytes: &[u8]) {
         let mut chunks = self.chunks();
-        for (chunk, within, part) in parts(address, bytes.len()) {
+        for (chunk, within, outer) in chunks_of(address, bytes.len()) {
             let chunk = chunks.entry(chunk).or_insert(Chunk::Filled(GARBAGE));
-            chunk.bytes()[within].copy_from_slice(&bytes[part]);
+            chunk.bytes()[within].copy_from_slice(&bytes[outer]);
         }
     }
 
     /// Reads the bytes at an address.
     pub fn read(&self, address: u64, bytes: &mut [u8]) {
         let chunks = self.chunks();
-        for (chunk, within, part) in parts(address, bytes.len()) {
+        for (chunk, within, outer) in chunks_of(address, bytes.len()) {
             match chunks.get(&chunk) {
-                Some(Chunk::Bytes(found)) => bytes[part].copy_from_slice(&found[within]),
-                Some(Chunk::Filled(byte)) => bytes[part].fill(*byte),
-                None => bytes[part].fill(GARBAGE),
+                Some(Chunk::Bytes(found)) => bytes[outer].copy_from_slice(&found[within]),
+                Some(Chunk::Filled(byte)) => bytes[outer].fill(*byte),
+                None => bytes[outer].fill(GARBAGE),
             }
         }
     }
@@ -73,7 +74,7 @@ impl SimMemory {
     /// Sets every byte of a range.
     pub fn fill(&self, address: u64, bytes: usize, value: u8) {
         let mut chunks = self.chunks();
-        for (chunk, within, _) in parts(address, bytes) {
+        for (chunk, within, _) in chunks_of(address, bytes) {
             if within == (0..CHUNK) {
                 chunks.insert(chunk, Chunk::Filled(value));
             } else {
@@ -83,10 +84,11 @@ impl SimMemory {
         }
     }
 
-    /// The memory is nobody's any more. Parts of chunks stay: their neighbours may be in use.
+    /// Discards the contents of freed memory. A chunk that is only partly freed stays, because the
+    /// rest of it may be in use.
     pub fn forget(&self, address: u64, bytes: usize) {
         let mut chunks = self.chunks();
-        for (chunk, within, _) in parts(address, bytes) {
+        for (chunk, within, _) in chunks_of(address, bytes) {
             if within == (0..CHUNK) {
                 chunks.remove(&chunk);
             } else if let Some(chunk) = chunks.get_mut(&chunk) {
@@ -96,8 +98,12 @@ impl SimMemory {
     }
 }
 
-/// The chunks that a range touches: each with what is meant within it, and of the range.
-fn parts(address: u64, bytes: usize) -> impl Iterator<Item = (u64, Range<usize>, Range<usize>)> {
+/// Splits a range by chunk: returns the number of each chunk, the bytes within that chunk, and the
+/// matching bytes of the range.
+fn chunks_of(
+    address: u64,
+    bytes: usize,
+) -> impl Iterator<Item = (u64, Range<usize>, Range<usize>)> {
     let mut done = 0;
     std::iter::from_fn(move || {
         if done == bytes {
@@ -106,9 +112,9 @@ fn parts(address: u64, bytes: usize) -> impl Iterator<Item = (u64, Range<usize>,
         let at = address.wrapping_add(done as u64);
         let start = usize::try_from(at % CHUNK as u64).expect("less than a chunk");
         let length = (CHUNK - start).min(bytes - done);
-        let part = done..done + length;
+        let outer = done..done + length;
         done += length;
-        Some((at / CHUNK as u64, start..start + length, part))
+        Some((at / CHUNK as u64, start..start + length, outer))
     })
 }
 
@@ -117,7 +123,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_written_is_read_and_the_rest_is_garbage() {
+    fn written_bytes_are_read_back_and_other_bytes_are_garbage() {
         let memory = SimMemory::default();
         let bytes: Vec<u8> = (0..251).cycle().take(3 * CHUNK).collect();
         memory.write(1000, &bytes);
@@ -128,7 +134,7 @@ mod tests {
     }
 
     #[test]
-    fn filling_and_forgetting_touch_their_range_alone() {
+    fn fill_and_forget_change_only_their_range() {
         let memory = SimMemory::default();
         let all = 4 * CHUNK;
         memory.fill(0, all, 7);
@@ -144,6 +150,6 @@ mod tests {
         assert!(read[5..5 + 2 * CHUNK].iter().all(|&byte| byte == GARBAGE));
         assert_eq!(read[5 + 2 * CHUNK..10 + 2 * CHUNK], [0; 5]);
         memory.forget(0, all);
-        assert!(memory.chunks().is_empty(), "nothing is kept of what nobody has");
+        assert!(memory.chunks().is_empty(), "freed memory is still stored");
     }
 }
