@@ -23,7 +23,7 @@ use crate::base::clock::{Clock, VirtualClock};
 use crate::base::names::{PoolId, Tag};
 use crate::base::size::MIN_BLOCK;
 use crate::core::Shared;
-use crate::core::attempt::Effort;
+use crate::core::attempt::{Attempt, Effort};
 use crate::demand::asked::Asked;
 use crate::demand::owner;
 use crate::driver::{Driver, DriverError, DriverResult, StreamId};
@@ -32,7 +32,7 @@ use crate::options::{Options, Policy};
 use crate::outcome::error::{AddressError, AllocError};
 use crate::policy::possible;
 use crate::shortage::callbacks::Callbacks;
-use crate::shortage::climb::{Served, Waited};
+use crate::shortage::climb::{Climb, Waited};
 use crate::shortage::receipts::Receipts;
 use crate::shortage::{Climber, Desk};
 
@@ -79,6 +79,16 @@ impl Default for EngineConfig {
     }
 }
 
+/// How far a request got.
+#[derive(Debug)]
+enum Served {
+    At(u64),
+    /// It cannot be served at once.
+    NotAtOnce,
+    /// It goes on with [`Climber::advance`].
+    Later(Box<Climb>),
+}
+
 impl<D: Driver> Engine<D> {
     /// Creates an engine with default options, on virtual time, on which waiting returns at once.
     /// For a real device, give [`with_config`](Self::with_config) a real clock, as the crate
@@ -98,6 +108,20 @@ impl<D: Driver> Engine<D> {
         let shared = Shared::new(driver, device, clock, options, policy, ladder, limit);
         let (callbacks, receipts) = (Callbacks::default(), Receipts::default());
         Self { shared, desk: Desk { callbacks, receipts, waited, seed } }
+    }
+
+    /// Serves a request: the one way in. A thread that waits, a thread that takes what can be had at once, and a future
+    /// differ only in their effort.
+    fn serve(&self, asked: &Asked, effort: Effort) -> Result<Served, AllocError> {
+        let attempt = self.shared.locked(|mut core| core.serve(asked, effort))?;
+        if let Attempt::Served { address, .. } = attempt {
+            return Ok(Served::At(address));
+        }
+        match effort {
+            Effort::AtOnce => Ok(Served::NotAtOnce),
+            Effort::Wait => self.climber().climb(asked, &attempt).map(Served::At),
+            Effort::Poll => Ok(Served::Later(Box::new(self.climber().begin(asked, &attempt)))),
+        }
     }
 
     fn climber(&self) -> Climber<'_, D> {
@@ -129,7 +153,7 @@ impl<D: Driver> Engine<D> {
             return Ok(Some(0));
         }
         let asked = Asked::by_thread(bytes, stream, tag);
-        Ok(match self.climber().serve(&asked, Effort::AtOnce)? {
+        Ok(match self.serve(&asked, Effort::AtOnce)? {
             Served::At(address) => Some(address),
             Served::NotAtOnce | Served::Later(_) => None,
         })
@@ -144,7 +168,7 @@ impl<D: Driver> Engine<D> {
 
     /// Like [`alloc_async`](Self::alloc_async), with a tag for history and snapshots.
     pub fn alloc_async_for(&self, bytes: u64, stream: StreamId, tag: Tag) -> AllocFuture<'_, D> {
-        AllocFuture::new(self.climber(), Asked::by_future(bytes, stream, tag))
+        AllocFuture::new(self, Asked::by_future(bytes, stream, tag))
     }
 
     /// Obtains memory in advance: afterwards a request of `bytes` bytes on `stream` needs nothing
@@ -165,7 +189,7 @@ impl<D: Driver> Engine<D> {
         if asked.bytes == 0 {
             return Ok(0);
         }
-        match self.climber().serve(asked, Effort::Wait)? {
+        match self.serve(asked, Effort::Wait)? {
             Served::At(address) => Ok(address),
             Served::NotAtOnce | Served::Later(_) => unreachable!("a thread waits until the end"),
         }

@@ -4,19 +4,19 @@ use std::pin::Pin;
 use std::task::{Context as Polled, Poll, Waker};
 use std::time::Duration;
 
+use super::{Engine, Served};
 use crate::core::attempt::Effort;
 use crate::demand::asked::Asked;
 use crate::driver::Driver;
 use crate::outcome::error::AllocError;
-use crate::shortage::Climber;
-use crate::shortage::climb::{Climb, Progress, Served};
+use crate::shortage::climb::{Climb, Progress};
 
-/// A future allocation: see [`Engine::alloc_async`](crate::Engine::alloc_async). It takes its place
+/// A future allocation: see [`Engine::alloc_async`]. It takes its place
 /// in the queue when it is first polled.
 #[derive(Debug)]
 #[must_use = "a future does nothing unless it is polled"]
 pub struct AllocFuture<'a, D: Driver> {
-    climber: Climber<'a, D>,
+    engine: &'a Engine<D>,
     asked: Asked,
     climb: Option<Box<Climb>>,
     /// The latest alarm set on the clock: its time, and the waker.
@@ -25,15 +25,15 @@ pub struct AllocFuture<'a, D: Driver> {
 }
 
 impl<'a, D: Driver> AllocFuture<'a, D> {
-    pub(super) fn new(climber: Climber<'a, D>, asked: Asked) -> Self {
-        Self { climber, asked, climb: None, alarm: None, done: false }
+    pub(super) fn new(engine: &'a Engine<D>, asked: Asked) -> Self {
+        Self { engine, asked, climb: None, alarm: None, done: false }
     }
 
     fn begin(&mut self) -> Poll<Result<u64, AllocError>> {
         if self.asked.bytes == 0 {
             return Poll::Ready(Ok(0));
         }
-        match self.climber.serve(&self.asked, Effort::Poll)? {
+        match self.engine.serve(&self.asked, Effort::Poll)? {
             Served::At(address) => Poll::Ready(Ok(address)),
             Served::Later(climb) => {
                 self.climb = Some(climb);
@@ -60,14 +60,14 @@ impl<D: Driver> Future for AllocFuture<'_, D> {
             return Poll::Ready(result);
         }
         let Some(climb) = &mut this.climb else { return Poll::Pending };
-        match this.climber.advance(climb) {
+        match this.engine.climber().advance(climb) {
             Progress::Done(result) => {
                 this.done = true;
                 this.climb = None;
                 Poll::Ready(result)
             }
             Progress::Wait(at_most) => {
-                let clock = &this.climber.shared.clock;
+                let clock = &this.engine.shared.clock;
                 let now = clock.now();
                 let at = now.saturating_add(at_most);
                 // An alarm cannot be cancelled; an earlier one for the same waker is enough.
@@ -89,7 +89,7 @@ impl<D: Driver> Drop for AllocFuture<'_, D> {
     /// Gives up its place in the queue.
     fn drop(&mut self) {
         if let Some(mut climb) = self.climb.take() {
-            self.climber.abandon(&mut climb);
+            self.engine.climber().abandon(&mut climb);
         }
     }
 }

@@ -50,13 +50,13 @@ mod tests {
     use crate::base::random::Random;
     use crate::base::size::MIB;
     use crate::core::Shared;
-    use crate::core::attempt::Effort;
+    use crate::core::attempt::{Attempt, Effort};
     use crate::demand::asked::Asked;
     use crate::driver::{SimConfig, SimDriver, StreamId};
     use crate::options::ladder::Ladder;
     use crate::options::{Options, Policy};
     use crate::shortage::callbacks::Callbacks;
-    use crate::shortage::climb::{Served, Waited};
+    use crate::shortage::climb::Waited;
     use crate::shortage::receipts::Receipts;
     use crate::shortage::{Climber, Desk};
 
@@ -84,10 +84,9 @@ mod tests {
 
     fn alloc(shared: &Shared<SimDriver>, desk: &Desk, bytes: u64) -> Option<u64> {
         let asked = Asked::by_thread(bytes, STREAM, Tag::NONE);
-        match (Climber { shared, desk }).serve(&asked, Effort::Wait) {
-            Ok(Served::At(address)) => Some(address),
-            Ok(_) => unreachable!("a thread waits until the end"),
-            Err(_) => None,
+        match shared.locked(|mut core| core.serve(&asked, Effort::Wait)).unwrap() {
+            Attempt::Served { address, .. } => Some(address),
+            attempt => (Climber { shared, desk }).climb(&asked, &attempt).ok(),
         }
     }
 

@@ -14,7 +14,8 @@ use super::Climber;
 use super::end::Figures;
 use super::ladder::{Step, Then};
 use crate::base::clock::Bell;
-use crate::core::attempt::{Attempt, Effort};
+use crate::core::Locked;
+use crate::core::attempt::Attempt;
 use crate::demand::asked::Asked;
 use crate::demand::backoff::Backoff;
 use crate::demand::queue::Queued;
@@ -161,16 +162,6 @@ pub(crate) enum Progress {
     Wait(Duration),
 }
 
-/// How far a request got.
-#[derive(Debug)]
-pub(crate) enum Served {
-    At(u64),
-    /// It cannot be served at once.
-    NotAtOnce,
-    /// It goes on with [`Climber::advance`].
-    Later(Box<Climb>),
-}
-
 impl Climb {
     pub(crate) fn bell(&self) -> &Arc<Bell> {
         &self.bell
@@ -240,21 +231,9 @@ impl Climb {
 }
 
 impl<'a, D: Driver> Climber<'a, D> {
-    /// Serves a request. PyTorch's entry, the Rust entry and the future differ only in their
-    /// effort.
-    pub(crate) fn serve(self, asked: &Asked, effort: Effort) -> Result<Served, AllocError> {
-        let attempt = self.shared.locked(|mut core| core.serve(asked, effort))?;
-        match (attempt, effort) {
-            (Attempt::Served { address, .. }, _) => Ok(Served::At(address)),
-            (_, Effort::AtOnce) => Ok(Served::NotAtOnce),
-            (attempt, Effort::Wait) => self.climb(asked, &attempt).map(Served::At),
-            (attempt, Effort::Poll) => Ok(Served::Later(Box::new(self.begin(asked, &attempt)))),
-        }
-    }
-
     /// Starts the climb of a request that was not served at once.
     #[cold]
-    fn begin(self, asked: &Asked, attempt: &Attempt) -> Climb {
+    pub(crate) fn begin(self, asked: &Asked, attempt: &Attempt) -> Climb {
         let started = self.shared.clock.now();
         let (ladder, mut options, ticket, owner, lane) = self.shared.locked(|core| {
             let owner = core.demand.lead(asked.owner);
@@ -297,7 +276,7 @@ impl<'a, D: Driver> Climber<'a, D> {
 
     /// Climbs on the calling thread, which waits where it must.
     #[cold]
-    fn climb(self, asked: &Asked, attempt: &Attempt) -> Result<u64, AllocError> {
+    pub(crate) fn climb(self, asked: &Asked, attempt: &Attempt) -> Result<u64, AllocError> {
         let mut on_its_way = OnItsWay { climber: self, climb: self.begin(asked, attempt) };
         let climb = &mut on_its_way.climb;
         loop {
@@ -421,11 +400,11 @@ impl<'a, D: Driver> Climber<'a, D> {
             let served = self.then(climb, &[Then::Search, Then::Ask]);
             return served.map(Attempt::served_or_nothing).into();
         }
-        let changes = self.shared.locked(|core| core.demand.queue.changes());
-        if climb.tries.vain[rung as usize] == Some(changes) {
-            return Attempt::Nothing(Ended::Nothing);
-        }
-        if let Some(attempt) = self.is_not_for_now(climb, step) {
+        let (changes, not_now) = self.shared.locked(|core| {
+            let changes = core.demand.queue.changes();
+            (changes, core.is_not_for_now(climb, step, changes))
+        });
+        if let Some(attempt) = not_now {
             return attempt;
         }
         let attempt = match rung {
@@ -448,30 +427,6 @@ impl<'a, D: Driver> Climber<'a, D> {
         attempt
     }
 
-    /// Returns why a rung is skipped now, if it is.
-    fn is_not_for_now(self, climb: &Climb, step: Step) -> Option<Attempt> {
-        let options = &climb.options;
-        let asked_for = match step.rung {
-            Rung::Garbage => self.shared.locked(|core| core.mem.is_collecting_garbage()),
-            Rung::Oversize => options.max_split_size.is_some(),
-            Rung::Spill => options.spill_limit > 0,
-            _ => true,
-        };
-        if !asked_for {
-            return Some(Attempt::Skipped);
-        }
-        // After a driver failure the climb does not wait.
-        if climb.end.fault.is_some() && matches!(step.rung, Rung::Events | Rung::Wait) {
-            return Some(Attempt::Nothing(Ended::Nothing));
-        }
-        let legal = self.shared.locked(|core| core.is_legal(step.legal, &climb.asked));
-        match legal {
-            Ok(true) => None,
-            Ok(false) => Some(Attempt::Nothing(Ended::Illegal)),
-            Err(error) => Some(Attempt::Failed(error)),
-        }
-    }
-
     /// Makes the attempts that follow a rung which may have won memory.
     pub(super) fn then(self, climb: &Climb, then: &[Then]) -> DriverResult<Option<u64>> {
         self.shared.locked(|mut core| {
@@ -490,5 +445,34 @@ impl<'a, D: Driver> Climber<'a, D> {
             }
             Ok(None)
         })
+    }
+}
+
+impl<D: Driver> Locked<'_, D> {
+    /// Returns why a rung is skipped now, if it is: it won nothing since the last of so many changes, nobody asked for it,
+    /// the driver failed before, or it is illegal during a capture.
+    fn is_not_for_now(&self, climb: &Climb, step: Step, changes: u64) -> Option<Attempt> {
+        let (rung, options) = (step.rung, &climb.options);
+        if climb.tries.vain[rung as usize] == Some(changes) {
+            return Some(Attempt::Nothing(Ended::Nothing));
+        }
+        let asked_for = match rung {
+            Rung::Garbage => self.mem.is_collecting_garbage(),
+            Rung::Oversize => options.max_split_size.is_some(),
+            Rung::Spill => options.spill_limit > 0,
+            _ => true,
+        };
+        if !asked_for {
+            return Some(Attempt::Skipped);
+        }
+        // After a driver failure, no rung waits for the driver.
+        if climb.end.fault.is_some() && matches!(rung, Rung::Events | Rung::Wait) {
+            return Some(Attempt::Nothing(Ended::Nothing));
+        }
+        match self.is_legal(step.legal, &climb.asked) {
+            Ok(true) => None,
+            Ok(false) => Some(Attempt::Nothing(Ended::Illegal)),
+            Err(error) => Some(Attempt::Failed(error)),
+        }
     }
 }

@@ -79,11 +79,14 @@ impl<D: Driver> Climber<'_, D> {
             self.end(climb, Outcome::Survived(by));
         } else {
             // The driver provided memory: a miss, not a shortage.
-            self.shared.locked(|mut core| {
+            climb.end.ended = true;
+            ring(self.shared.locked(|mut core| {
                 core.mem.ledger.apply(Change::Miss);
                 core.demand.queue.served(&climb.queued);
-            });
-            self.leave(climb);
+                let bells = core.demand.queue.remove(climb.queued.ticket);
+                core.demand.update_attention();
+                bells
+            }));
         }
         Ok(address)
     }
