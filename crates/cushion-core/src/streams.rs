@@ -106,3 +106,6 @@ impl Streams {
         self.done.pop_front()
     }
 }
+
+#[cfg(test)]
+mod tests;
