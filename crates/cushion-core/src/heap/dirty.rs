@@ -150,6 +150,24 @@ mod tests {
         }
     }
 
+    #[test]
+    fn a_new_segment_at_the_addresses_of_an_old_one_has_marks_of_its_own() {
+        let mut dirty = Dirty::default();
+        for number in 0..2 {
+            dirty.add(whole(0), SegmentId::new(number), UNIT);
+            dirty.reach(&whole(0));
+            dirty.mark(whole(0));
+            assert!(dirty.any(&whole(0)), "marked in the segment before");
+            if number == 0 {
+                dirty.remove(address(0, 0));
+                assert_eq!(dirty.take(), Some(Changed::Gone(whole(0))));
+                assert!(!dirty.any(&whole(0)), "reported once");
+            }
+        }
+        assert_eq!(dirty.take(), Some(Changed::Here(whole(0))));
+        assert_eq!(dirty.take(), None);
+    }
+
     proptest! {
         /// Each change is reported once, and nothing else is; a removed segment is reported once, before all changes.
         #[test]
