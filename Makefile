@@ -12,17 +12,17 @@ PYTHON_CODE = examples python scripts tests
 PREFIX ?= /usr/local
 DESTDIR ?=
 CUSHION = $(or $(CARGO_TARGET_DIR),target)/release/cushion
-# What the tests are built with. Everything else that tests need is built with the same, so that nothing is built twice.
+# The build flags of the tests. Everything that tests need is built with these flags, so that nothing is built twice.
 TESTED = --profile test --workspace --features cushion/cudarc --locked
 TESTED_IN = $(or $(CARGO_TARGET_DIR),target)/debug
 
 .PHONY: help test test-viz demo picture bench docs verify fuzz clean \
 	test-python test-wheel test-capi wheel install-c gpu-kit test-gpu bench-gpu
 
-help: ## what can be made
+help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
 
-test: ## format, lints, documentation, every test that needs no GPU (SEED=N for other random cases)
+test: ## check format, lints and docs, and run every test that needs no GPU (SEED=N for other random cases)
 	$(CARGO) fmt --all -- --check
 	$(CARGO) clippy --workspace --all-targets --features cushion/cudarc --locked -- -D warnings
 	RUSTDOCFLAGS="-D warnings" $(CARGO) doc --workspace --no-deps --features cushion/cudarc --locked --quiet
@@ -35,67 +35,67 @@ test: ## format, lints, documentation, every test that needs no GPU (SEED=N for 
 	done
 	@$(MAKE) --no-print-directory test-viz test-capi test-python test-wheel
 
-test-viz: ## converted snapshots in PyTorch's own tools (MEMORYVIZ_JS=PATH for its viewer too)
+test-viz: ## test converted snapshots with PyTorch's tools (MEMORYVIZ_JS=PATH adds its viewer)
 	@$(CARGO) build $(TESTED) --quiet --bin cushion
 	@sh scripts/test-viz.sh $(TESTED_IN)/cushion "$(MEMORYVIZ_JS)"
 
-test-capi: ## the library for C and C++, by programs in both, over simulated devices (CC, CXX)
+test-capi: ## test the library for C and C++ with programs in both, on simulated devices (CC, CXX)
 	@$(CARGO) build $(TESTED) --quiet --lib
 	@CC="$(CC)" CXX="$(CXX)" sh scripts/test-capi.sh
 
-install-c: ## cushion.h, the libraries for C and C++ and cushion.pc, in PREFIX (/usr/local) below DESTDIR
+install-c: ## install cushion.h, the libraries for C and C++ and cushion.pc in PREFIX (/usr/local) below DESTDIR
 	@$(CARGO) build --release --locked --quiet -p cushion-capi
 	@DESTDIR="$(DESTDIR)" sh scripts/install-c.sh "$(PREFIX)" "$(or $(CARGO_TARGET_DIR),target)/release"
 
-test-python: ## the Python package, over stand-ins for CUDA (TORCH=2.11.0 installs that PyTorch, 5 GB, for all of it)
+test-python: ## test the Python package over stand-ins for CUDA (TORCH=2.11.0 installs that PyTorch, 5 GB, to run all tests)
 	@tools=$$(PYTHON="$(PYTHON)" sh scripts/python.sh ruff mypy) && "$$tools/ruff" check --quiet $(PYTHON_CODE) \
 		&& "$$tools/ruff" format --quiet --check $(PYTHON_CODE) && "$$tools/mypy"
 	@$(PYTHON) -m unittest discover -s tests/gpu -p 'test_*.py'
 	@$(CARGO) build $(TESTED) --quiet --lib
 	@PYTHON="$(PYTHON)" TORCH="$(TORCH)" sh scripts/test-python.sh
 
-test-wheel: ## pip install . and pip install -e ., used away from here
+test-wheel: ## test pip install . and pip install -e ., from outside the repository
 	@PYTHON="$(PYTHON)" sh scripts/test-wheel.sh
 
-wheel: ## the wheel to release, in target/wheels, for every Linux with glibc 2.17 or later
+wheel: ## build the wheel to release in target/wheels, for every Linux with glibc 2.17 or later
 	@PYTHON="$(PYTHON)" sh scripts/wheel.sh $(or $(CARGO_TARGET_DIR),target)/wheels
 
-gpu-kit: ## in gpu-kit/: all that a machine with a GPU and no Rust needs beside this repository
+gpu-kit: ## build gpu-kit/: what a machine with a GPU but without Rust needs in addition to this repository
 	@CARGO="$(CARGO)" PYTHON="$(PYTHON)" sh scripts/gpu-kit.sh
 
-test-gpu: ## Cushion in PyTorch on a GPU, checked (ARGS="--group NAME ..."; see tests/gpu/README.md)
+test-gpu: ## test Cushion in PyTorch on a GPU (ARGS="--group NAME ..."; see tests/gpu/README.md)
 	@CARGO="$(CARGO)" PYTHON="$(PYTHON)" sh scripts/gpu.sh test $(ARGS)
 
-bench-gpu: ## the same, measured against PyTorch's own allocator (ARGS="--group NAME ...")
+bench-gpu: ## measure Cushion against PyTorch's own allocator on a GPU (ARGS="--group NAME ...")
 	@CARGO="$(CARGO)" PYTHON="$(PYTHON)" sh scripts/gpu.sh bench $(ARGS)
 
-demo: ## recorded runs on simulated cards too small for them: which policy dies, which lives, and a report
+demo: ## replay recorded runs on simulated cards that are too small, under each policy, and write a report
 	@$(CARGO) build --release --locked --quiet --bin cushion
 	@sh scripts/demo.sh $(CUSHION) demo-out
 
-picture: demo ## the README's picture, from the demo's report (needs Chromium)
+picture: demo ## make the README's picture from the demo's report (needs Chromium)
 	@sh scripts/picture.sh demo-out/llama_varlen.html docs/images/report.png
 
-bench: ## speed of the engine, also where something has grown large, of replay (TRACES=FOLDER for other traces) and of loading
+bench: ## measure the engine, also with many blocks, streams and pages, replay (TRACES=FOLDER for other traces) and loading
 	@$(CARGO) bench --locked --quiet -p cushion-core --bench engine
 	@$(CARGO) bench --locked --quiet -p cushion-core --bench growth
 	@$(CARGO) bench --locked --quiet -p cushion-core --bench misses
 	@TRACES="$(TRACES)" $(CARGO) bench --locked --quiet -p cushion-trace --bench replay
 	@$(CARGO) bench --locked --quiet -p cushion-trace --bench load
 
-verify: ## compare the engine with PyTorch's recorded addresses, on all traces shipped
+verify: ## compare the engine with PyTorch's recorded addresses, on all traces in tests/traces
 	@$(CARGO) build --release --locked --quiet --bin cushion
 	@sh scripts/verify.sh $(CUSHION)
 
-# cargo-fuzz asks the compiler for coverage, which a stable one gives only when told to.
-fuzz: ## an hour of one fuzz target (TARGET=pickle, json, rmm, own, open, receipts or engine; SECONDS=3600)
+# cargo-fuzz needs coverage flags that a stable compiler accepts only with RUSTC_BOOTSTRAP.
+fuzz: ## run one fuzz target for an hour (TARGET=pickle, json, rmm, own, open, receipts or engine; SECONDS=3600)
 	@$(CARGO) fuzz --version >/dev/null 2>&1 || { echo 'make fuzz needs cargo-fuzz: cargo install cargo-fuzz' >&2; exit 1; }
 	@mkdir -p fuzz/work/$(TARGET)
 	cd fuzz && RUSTC_BOOTSTRAP=1 $(CARGO) fuzz run --fuzz-dir . --sanitizer none $(TARGET) \
 		work/$(TARGET) corpus/$(TARGET) -- -dict=words.dict -max_total_time=$(SECONDS) \
 		-rss_limit_mb=2048 -timeout=20 -print_final_stats=1
 
-docs: ## write the generated pages again
+docs: ## regenerate docs/options.md
 	$(CARGO) run --release --locked --quiet --bin cushion -- options > docs/options.md
 
 clean:

@@ -1,16 +1,16 @@
-//! What each fuzz target does with its bytes: shared by the targets and by a short run of them in
+//! The bodies of the fuzz targets, shared with the short run in
 //! `crates/cushion-trace/tests/fuzz.rs`.
 
 use cushion_trace::{Limits, Program, read, read_receipts};
 
-/// The targets: one for each reader, and one for everything from the first byte of a trace on.
-#[allow(dead_code, reason = "a target knows its own name")]
+/// The targets: one for each reader, and `open`, which also detects the format.
+#[allow(dead_code, reason = "a target uses only its own name")]
 pub(crate) const TARGETS: [&str; 6] = ["pickle", "json", "rmm", "own", "open", "receipts"];
 
-/// Small enough that a finding is a fault of the reader and not of the machine.
+/// Small limits, so that a finding is a bug of the reader and not a lack of memory.
 const LIMITS: Limits = Limits { unpacked_bytes: 4 << 20, memory_bytes: 32 << 20 };
 
-/// Traces of more events are only read.
+/// Longer traces are read but not made into programs.
 const MAX_EVENTS: usize = 20_000;
 
 /// Runs one target.
@@ -18,7 +18,8 @@ pub(crate) fn run(target: &str, bytes: &[u8]) {
     if target == "receipts" {
         return receipts(bytes);
     }
-    // A reader's own target gets every input, whatever the first bytes look like.
+    // The target of a reader prepends the start of its format, so that detection chooses the
+    // reader.
     let start: &[u8] = match target {
         "pickle" if bytes.first() != Some(&0x80) => b"\x80\x04",
         "json" if !matches!(bytes.first(), Some(b'{' | b'[')) => b"{",

@@ -9,18 +9,19 @@
  *     cushion_free(gpu, memory);
  *     cushion_device_destroy(gpu);
  *
- * For C99 and C++11 and later; C++ has classes of its own at the end of this file. CUDA's headers are not needed:
- * a stream is a `void *`, as a CUstream or a cudaStream_t converts to, NULL for the default stream, and so is the
- * memory of a device. docs/c-api.md says how to build and link.
+ * The header is for C99, and for C++11 and later. The C++ classes are at the end of this file. CUDA's headers are
+ * not needed. A stream is a `void *`: CUstream and cudaStream_t convert to it, and NULL is the default stream. Device
+ * memory is a `void *` too. docs/c-api.md says how to build and link.
  *
- * Every function may be called from any thread at any time. None writes to standard output, throws, or ends the
- * program; a pointer that is documented as an argument may be NULL where that is said, and is otherwise refused
- * with CUSHION_INVALID_ARGUMENT. Only results, texts and structs are ever read or written through a pointer:
- * devices and memory of a device are looked up, so that a wrong one is an error and not a crash.
+ * Every function may be called from any thread at any time. No function writes to standard output, throws, or ends
+ * the program. A pointer argument may be NULL only if its function says so; otherwise the call returns
+ * CUSHION_INVALID_ARGUMENT. The library reads and writes only results, texts and structs through pointers. It looks
+ * up devices and device memory, so a wrong device or address is an error and not a crash.
  *
- * A stream is not: CUDA does not check one. Destroy a stream only once its work is done and all memory that was
- * allocated on it, or noted for it, is freed. CUDA's per-thread default stream (cudaStreamPerThread) is another stream
- * on every thread and is refused; in code compiled so that NULL means that one, name a stream of your own.
+ * Streams are not checked, because CUDA does not check them. Destroy a stream only after its work is done and after
+ * all memory that was allocated on it, or recorded for it, is freed. CUDA's per-thread default stream
+ * (cudaStreamPerThread) is a different stream on every thread, and is refused. In code compiled so that NULL means
+ * the per-thread stream, pass a stream of your own.
  */
 #ifndef CUSHION_H
 #define CUSHION_H
@@ -35,165 +36,165 @@
 extern "C" {
 #endif
 
-/* What a call came to. The values never change their meaning; later versions may add others. */
+/* The result of a call. A value never changes its meaning; later versions may add values. */
 typedef enum cushion_status {
-    /* Done. */
+    /* The call succeeded. */
     CUSHION_OK = 0,
-    /* An argument is no good: a NULL, a device that was destroyed, a fraction that is not one. */
+    /* An argument is invalid, such as NULL, a destroyed device, or a fraction outside 0 to 1. */
     CUSHION_INVALID_ARGUMENT = 1,
-    /* There is no memory for it. Nothing is lost: free some, and try again. */
+    /* Out of memory. Nothing has changed: free some memory and try again. */
     CUSHION_OUT_OF_MEMORY = 2,
-    /* No live allocation of this device starts there: it was never handed out, or was freed before. */
+    /* No live allocation of this device starts at the address: it was never allocated, or is already freed. */
     CUSHION_UNKNOWN_ADDRESS = 3,
-    /* A conf string, or a CUSHION_* variable of the environment, is no good. */
+    /* A conf string, or a CUSHION_* environment variable, is invalid. */
     CUSHION_INVALID_OPTION = 4,
-    /* There is no such GPU here, or no CUDA driver. */
+    /* The machine does not have this GPU, or has no CUDA driver. */
     CUSHION_NO_DEVICE = 5,
-    /* A call to the CUDA driver failed for another reason than memory. */
+    /* A call to the CUDA driver failed for a reason other than memory. */
     CUSHION_DRIVER_ERROR = 6,
-    /* From cushion_device_destroy only: it is destroyed, and what was still live went with it. */
+    /* From cushion_device_destroy only: the device is destroyed, and its live allocations were freed with it. */
     CUSHION_STILL_LIVE = 7,
     /* A bug in Cushion. */
     CUSHION_INTERNAL = 8
 } cushion_status;
 
-/* A GPU, or a simulated one, with its cache. */
+/* A GPU, or a simulated device, with its cache. */
 typedef struct cushion_device cushion_device;
 
 /*
- * Why the last call of this thread failed that did, in words for a person: for CUSHION_OUT_OF_MEMORY with what was
- * asked for, what the device has and what is cached. Never NULL; empty if no call has failed. The text stays until
- * the next call of this thread that fails, or the thread's end.
+ * Returns the message of the last call that failed on this thread. For CUSHION_OUT_OF_MEMORY it has the requested
+ * size, the memory of the device, and the cached bytes. The result is never NULL; it is empty if no call has failed.
+ * The text is valid until the next failure on this thread, or until the thread ends.
  */
 const char *cushion_last_error(void);
 
-/* The name of a status, as in "CUSHION_OK". Never NULL; it stays for good. */
+/* Returns the name of a status, such as "CUSHION_OK". Never NULL; the text is valid forever. */
 const char *cushion_status_name(cushion_status status);
 
-/* The version of the library, as in CUSHION_VERSION. Never NULL; it stays for good. */
+/* Returns the version of the library, in the form of CUSHION_VERSION. Never NULL; the text is valid forever. */
 const char *cushion_version(void);
 
 /* ---- devices ---- */
 
 /*
- * A GPU, as CUDA numbers those that this process can see.
+ * Opens a GPU. `index` is CUDA's number for it, among the GPUs that this process can see.
  *
- * With `conf` NULL, everybody who asks so for the same GPU shares one cache, which stays for the life of the
- * process; its options are those of the CUSHION_* variables (docs/options.md). With a `conf`, as in
+ * With `conf` NULL, all callers that open the same GPU this way share one cache, which exists until the process ends.
+ * Its options are those of the CUSHION_* variables (docs/options.md). With a `conf`, such as
  * "expandable_segments:True,max_split_size_mb:256", or "" for the defaults, the device has a cache of its own and
- * looks at no variable. Memory is laid out with the least waste, unless "expandable_segments:True" or "paged:False"
- * asks for it as PyTorch has it.
+ * reads no variable. The default policy is `paged`. "expandable_segments:True" selects PyTorch's expandable segments,
+ * and "paged:False" PyTorch's classic allocator.
  *
  * `*out` is the device, or NULL on failure. Destroy it with cushion_device_destroy.
  */
 cushion_status cushion_device_cuda(int index, const char *conf, cushion_device **out);
 
 /*
- * A simulated device of `capacity` bytes, for tests on machines without a GPU. It serves and refuses as a GPU of
- * that size does, and runs nothing: nobody may follow its addresses. Any number is a stream of it. `conf` is as
- * above; NULL is as "". Its cache is its own.
+ * Makes a simulated device of `capacity` bytes, for tests on machines without a GPU. It serves and refuses requests
+ * as a GPU of that size does, but runs nothing: do not dereference its addresses. Any number is a valid stream.
+ * `conf` is as above, and NULL means "". The device has a cache of its own.
  */
 cushion_status cushion_device_simulated(size_t capacity, const char *conf, cushion_device **out);
 
 /*
- * Gives a device up, after the calls under way on other threads. NULL is no device, and fine.
+ * Destroys a device, after the running calls of other threads have returned. `device` may be NULL.
  *
- * One that shares its cache (cushion_device_cuda with `conf` NULL): the cache and what is live in it stay for the
- * others, and CUSHION_OK is returned. Another handle of the same GPU can still free it.
+ * If the device shares its cache (cushion_device_cuda with `conf` NULL), the cache and its live allocations stay for
+ * the other handles, and the call returns CUSHION_OK. Another handle of the same GPU can still free them.
  *
- * One with a cache of its own: all its memory goes back to the device. CUSHION_OK if nothing was live. If
- * something was, that went too, so that nothing leaks: CUSHION_STILL_LIVE is returned, and cushion_last_error says
- * how much. Wait for work on such memory before.
+ * If the device has a cache of its own, all its memory is released. The call returns CUSHION_OK if nothing was live.
+ * Otherwise the live allocations are freed too, so that nothing leaks: the call returns CUSHION_STILL_LIVE, and
+ * cushion_last_error says how many bytes were live. Wait for work on such memory before the call.
  *
- * Whatever is returned, unless it is CUSHION_INVALID_ARGUMENT for what was no device, `device` is none any more;
- * later uses are refused.
+ * The call returns CUSHION_INVALID_ARGUMENT if `device` is not a device. After any other result the handle is
+ * invalid, and later calls refuse it.
  */
 cushion_status cushion_device_destroy(cushion_device *device);
 
 /* ---- memory ---- */
 
 /*
- * Memory for `bytes` bytes, ready to use on `stream`, aligned to 512 bytes; what is in it is anything. Zero bytes
- * give NULL and CUSHION_OK. On failure `*out` is NULL, and nothing is lost.
+ * Allocates `bytes` bytes, aligned to 512 bytes, for use on `stream`. The contents are undefined. Zero bytes give NULL
+ * and CUSHION_OK. On failure `*out` is NULL and nothing has changed.
  */
 cushion_status cushion_alloc(cushion_device *device, size_t bytes, void *stream, void **out);
 
 /*
- * Gives back what cushion_alloc gave; NULL is fine. The memory is handed out again on its own stream at once,
- * which that stream's order makes safe, and not before every stream noted with cushion_record_stream is done with
- * it. A pointer that is not live is refused, and nothing changes: but mind that a freed one may soon be another
- * allocation's.
+ * Frees memory of cushion_alloc. `pointer` may be NULL. The memory may be allocated again on its own stream at once;
+ * stream order makes that safe. If other streams were recorded with cushion_record_stream, it is not allocated again
+ * before their work on it is done. A pointer that is not live is refused, and nothing changes. Note that the address
+ * of a freed pointer may soon belong to another allocation.
  *
- * With CUSHION_DRIVER_ERROR the memory was taken back, and is kept until the driver answers again: do not free it
- * a second time.
+ * After CUSHION_DRIVER_ERROR the memory is freed, and is held back until the driver answers again: do not free it a
+ * second time.
  */
 cushion_status cushion_free(cushion_device *device, void *pointer);
 
 /*
- * Notes that work on `stream`, another than it was allocated on, uses the memory: once freed, it is not handed out
- * again before the work queued there by then is done. NULL as `pointer` is fine.
+ * Records that work on `stream`, which is not the stream of the allocation, uses the memory. After the free, the memory
+ * is not allocated again before the work that is queued on `stream` by then is done. `pointer` may be NULL.
  */
 cushion_status cushion_record_stream(cushion_device *device, void *pointer, void *stream);
 
-/* How many bytes may be used at `pointer`: as many as were asked for, or somewhat more. 0 for NULL. */
+/* Gives the usable bytes at `pointer`: the requested size, rounded up. 0 for NULL. */
 cushion_status cushion_size_of(cushion_device *device, void *pointer, size_t *out);
 
-/* Gives everything cached back to the device, for others to use; waits for work that still uses some of it. */
+/* Releases all cached memory to the device. Waits for work that still uses some of it. */
 cushion_status cushion_empty_cache(cushion_device *device);
 
-/* Refuses from now on to hold more than this share of the device's memory, from 0 to 1. */
+/* Limits the reserved memory to this fraction of the device's memory, from 0 to 1, from now on. */
 cushion_status cushion_set_memory_fraction(cushion_device *device, double fraction);
 
-/* ---- figures ---- */
+/* ---- statistics ---- */
 
-/* What the device has free, and has in all, in bytes; other processes are counted. */
+/* Gives the free bytes and all bytes of the device. Memory of other processes counts as used. */
 cushion_status cushion_memory_info(cushion_device *device, size_t *free_bytes, size_t *total_bytes);
 
 /*
- * The figures of a device. Bytes are those now, and with _peak the most since cushion_reset_peak_stats. New figures
- * are added at the end only.
+ * The statistics of a device. A byte count is the present one; with _peak, it is the highest since
+ * cushion_reset_peak_stats. New fields are added at the end only.
  */
 typedef struct cushion_statistics {
-    size_t struct_size;            /* set to sizeof(cushion_statistics) before the call; after it, the bytes filled */
-    uint64_t allocated_bytes;      /* handed out and not given back, in whole blocks */
+    size_t struct_size;            /* set it to sizeof(cushion_statistics) first; the call sets the bytes it filled */
+    uint64_t allocated_bytes;      /* allocated and not freed, in whole blocks */
     uint64_t allocated_bytes_peak;
-    uint64_t reserved_bytes;       /* held from the device, in use and cached */
+    uint64_t reserved_bytes;       /* physical memory held from the device, live and cached */
     uint64_t reserved_bytes_peak;
-    uint64_t requested_bytes;      /* handed out, as they were asked for */
+    uint64_t requested_bytes;      /* allocated and not freed, as requested */
     uint64_t requested_bytes_peak;
-    uint64_t active_bytes;         /* handed out, or given back and waiting for another stream */
+    uint64_t active_bytes;         /* allocated, or freed but pending on another stream */
     uint64_t active_bytes_peak;
-    uint64_t allocations;          /* how many so far */
-    uint64_t frees;                /* how many so far */
-    uint64_t blocks;               /* how many there are, in use and free */
-    uint64_t free_blocks;          /* how many of them are free */
-    uint64_t cached_bytes;         /* held, and in nobody's use */
-    uint64_t largest_free_block;   /* in bytes */
-    uint64_t hits;                 /* allocations served from memory already held */
+    uint64_t allocations;          /* number of allocations so far */
+    uint64_t frees;                /* number of frees so far */
+    uint64_t blocks;               /* number of blocks, live and free */
+    uint64_t free_blocks;          /* number of free blocks */
+    uint64_t cached_bytes;         /* reserved, but not in use */
+    uint64_t largest_free_block;   /* its size in bytes */
+    uint64_t hits;                 /* allocations served from reserved memory */
     uint64_t misses;               /* allocations that needed memory from the device */
-    uint64_t retries;              /* allocations tried again after everything cached was given back */
-    uint64_t ooms;                 /* allocations refused for want of memory */
+    uint64_t retries;              /* allocations tried again after all cached memory was released */
+    uint64_t ooms;                 /* allocations refused because memory ran out */
 } cushion_statistics;
 
 /*
- * Fills in the figures; `out->struct_size` has to be set. Stops no allocation on another thread: each figure is true,
- * and two of them may be an allocation apart.
+ * Fills in the statistics. Set `out->struct_size` before the call. The call does not stop allocations on other
+ * threads: each field is exact, but two fields may differ by one allocation.
  */
 cushion_status cushion_stats(cushion_device *device, cushion_statistics *out);
 
-/* Peaks start again from what is there now. */
+/* Sets all peaks to the present values. */
 cushion_status cushion_reset_peak_stats(cushion_device *device);
 
 #ifdef __cplusplus
 } /* extern "C" */
 
 /*
- * For C++11 and later. The functions throw a cushion::error where those above fail; no destructor does.
+ * C++11 and later. A function throws cushion::error where the C function would fail. Destructors do not throw.
  *
  *     auto gpu = cushion::device::cuda(0);
  *     cushion::buffer<float> a = gpu.alloc<float>(1 << 20, stream);
  *     kernel<<<grid, block, 0, stream>>>(a.get(), a.size());
- *     // freed here, in the order of its stream
+ *     // `a` is freed here, in the order of its stream
  */
 
 #include <limits>
@@ -205,7 +206,7 @@ cushion_status cushion_reset_peak_stats(cushion_device *device);
 
 namespace cushion {
 
-/* A call that failed: what() is cushion_last_error(). */
+/* A failed call. what() is cushion_last_error(). */
 class error : public std::runtime_error {
 public:
     error(cushion_status status, const std::string &what) : std::runtime_error(what), status_(status) {}
@@ -216,13 +217,13 @@ private:
     cushion_status status_;
 };
 
-/* There is no memory for it. Free some, and try again. */
+/* Out of memory. Free some memory and try again. */
 class out_of_memory : public error {
 public:
     explicit out_of_memory(const std::string &what) : error(CUSHION_OUT_OF_MEMORY, what) {}
 };
 
-/* Throws what a call came to, unless it went well. */
+/* Throws if the call failed. */
 inline void check(cushion_status status) {
     if (status == CUSHION_OUT_OF_MEMORY) throw out_of_memory(cushion_last_error());
     if (status != CUSHION_OK) throw error(status, cushion_last_error());
@@ -234,8 +235,8 @@ struct memory_info {
 };
 
 /*
- * `size()` elements of T in the memory of a device, or none. Moved, not copied. Its destructor gives the memory
- * back, in the order of the stream it was allocated on; the device stays until then.
+ * `size()` elements of T in device memory; may be empty. A buffer can be moved, not copied. Its destructor frees the
+ * memory, in the order of the stream it was allocated on. The device exists at least until then.
  */
 template <class T>
 class buffer {
@@ -264,25 +265,26 @@ public:
         std::swap(size_, other.size_);
     }
 
-    /* Where it begins in the device's memory; null if it is empty. */
+    /* Returns the address of the first element, or null if the buffer is empty. */
     T *get() const noexcept { return pointer_; }
     std::size_t size() const noexcept { return size_; }
     std::size_t size_bytes() const noexcept { return size_ * sizeof(T); }
     bool empty() const noexcept { return size_ == 0; }
 
-    /* Notes that work on another stream than its own uses it; see cushion_record_stream. */
+    /* Records that work on another stream uses the buffer; see cushion_record_stream. */
     void record_stream(void *stream) const {
         if (pointer_ != nullptr) check(cushion_record_stream(device_.get(), pointer_, stream));
     }
 
-    /* Gives the memory back now. */
+    /* Frees the memory now. */
     void reset() noexcept {
         if (pointer_ != nullptr) (void)cushion_free(device_.get(), pointer_);
         forget();
     }
 
     /*
-     * Gives the pointer away: the caller frees it, with device::free or cushion_free, while the device is there.
+     * Returns the pointer and gives up ownership. The caller frees it with device::free or cushion_free, while the
+     * device exists.
      */
     T *release() noexcept {
         T *pointer = pointer_;
@@ -313,8 +315,8 @@ void swap(buffer<T> &one, buffer<T> &other) noexcept {
 }
 
 /*
- * A GPU, or a simulated one, with its cache. Copies are the same device, which is destroyed with the last of them
- * and of its buffers.
+ * A GPU, or a simulated device, with its cache. Copies refer to the same device. The device is destroyed with its last
+ * copy and its last buffer.
  */
 class device {
 public:
@@ -332,18 +334,18 @@ public:
         return device(made);
     }
 
-    /* `count` elements, of whatever is there, ready to use on `stream`. */
+    /* Allocates `count` elements for use on `stream`. The contents are undefined. */
     template <class T>
     buffer<T> alloc(std::size_t count, void *stream = nullptr) const {
         const std::size_t most = (std::numeric_limits<std::size_t>::max)();
-        /* More than can be counted is refused with the rest that no device has. */
+        /* A size that overflows becomes the largest size, which every device refuses. */
         const std::size_t bytes = count > most / sizeof(T) ? most : count * sizeof(T);
         void *pointer = nullptr;
         check(cushion_alloc(get(), bytes, stream, &pointer));
         return buffer<T>(handle_, static_cast<T *>(pointer), count);
     }
 
-    /* Frees what a buffer released. */
+    /* Frees a pointer of buffer::release(). */
     void free(void *pointer) const { check(cushion_free(get(), pointer)); }
 
     std::size_t size_of(void *pointer) const {
@@ -369,7 +371,7 @@ public:
         return stats;
     }
 
-    /* For the functions of C; it stays this object's. */
+    /* Returns the handle for the C functions. This object still owns it. */
     cushion_device *get() const noexcept { return handle_.get(); }
 
 private:

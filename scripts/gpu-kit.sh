@@ -1,9 +1,9 @@
 #!/bin/sh
-# Builds gpu-kit/ where there is Rust, to be carried to a machine with a GPU that has none:
+# Builds gpu-kit/ on a machine with Rust. Copy it to a machine with a GPU that has no Rust:
 #     gpu-kit/wheel         the Python package
 #     gpu-kit/site          the same, unpacked, for PYTHONPATH
 #     gpu-kit/gpu_contract  the tests of the CUDA layer
-#     gpu-kit/examples      the examples that are compiled, and the tests of the library for C and C++
+#     gpu-kit/examples      the compiled examples, and the tests of the library for C and C++
 # CARGO, PYTHON, CC and CXX are the commands to build with.
 set -eu
 cd "$(dirname "$0")/.."
@@ -23,7 +23,7 @@ for example in buffers kernel; do
     cp "$("$python" scripts/executable.py "$example" <"$messages")" "gpu-kit/examples/$example"
 done
 "$cargo" build -p cushion-capi --release --locked
-# The compiler's own libraries stay outside: the static ones of a new compiler ask for a newer glibc than all else here.
+# Link the compiler's own libraries dynamically: the static libraries of a new compiler need a newer glibc.
 library="${CARGO_TARGET_DIR:-target}/release/libcushion_c.a -lgcc_s -lpthread -lm -ldl"
 for program in capi_c:tests/capi/c.c c_alloc:examples/c/alloc.c; do
     ${CC:-cc} -std=c99 -D_XOPEN_SOURCE=700 -O2 -Iinclude -o "gpu-kit/examples/${program%%:*}" "${program#*:}" $library
@@ -32,6 +32,6 @@ for program in capi_cpp:tests/capi/cpp.cpp cpp_buffers:examples/cpp/buffers.cpp;
     ${CXX:-c++} -std=c++11 -O2 -Iinclude -o "gpu-kit/examples/${program%%:*}" "${program#*:}" $library
 done
 sh scripts/wheel.sh gpu-kit/wheel
-# Last: what is unpacked says that the kit is whole.
+# This comes last: an existing gpu-kit/site means that the kit is complete.
 "$python" -m zipfile -e gpu-kit/wheel/*.whl gpu-kit/site
 du -sh gpu-kit/site gpu-kit/gpu_contract

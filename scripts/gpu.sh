@@ -1,12 +1,12 @@
 #!/bin/sh
-# Runs tests/gpu/run.py with gpu-kit/'s package; the arguments are the runner's. The kit is built if it
-# is missing and there is a GPU to use it on.
+# Runs tests/gpu/run.py with the package in gpu-kit/, and passes its arguments on. Builds the kit if it is
+# missing and the machine has a GPU.
 set -eu
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
 if [ ! -d gpu-kit/site ] && [ -e /dev/nvidiactl ]; then
     if ! command -v "${CARGO:-cargo}" >/dev/null 2>&1; then
-        echo 'gpu: there is no gpu-kit/, and no cargo to build it with:' >&2
+        echo 'gpu: gpu-kit/ is missing, and there is no cargo to build it:' >&2
         echo 'gpu: run `make gpu-kit` on a machine with Rust, and copy the folder gpu-kit/ here' >&2
         exit 1
     fi

@@ -1,6 +1,6 @@
 #!/bin/sh
-# The picture of the README: the top of the demo's report in headless Chromium. $1 is the report, $2 the
-# picture.
+# Makes the README's picture: the top of the demo's report, drawn by headless Chromium. $1 is the report, $2
+# the picture.
 set -eu
 browser=$(command -v chromium || command -v chromium-browser || command -v google-chrome) ||
     { echo 'picture: no Chromium found' >&2; exit 1; }

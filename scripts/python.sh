@@ -1,8 +1,8 @@
 #!/bin/sh
-# Makes sure of a virtual environment with the Python tools named, each in the version below, and prints
-# the folder of their commands:
+# Makes a virtual environment with the named Python tools, in the versions below, unless it exists, and
+# prints the folder of their commands:
 #     bin=$(sh scripts/python.sh maturin)
-# PYTHON is the interpreter it is made with.
+# PYTHON is the interpreter of the environment.
 set -eu
 cd "$(dirname "$0")/.."
 venv=${CARGO_TARGET_DIR:-target}/venv

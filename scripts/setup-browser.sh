@@ -1,12 +1,12 @@
 #!/bin/sh
-# Makes sure of a Chromium for the test of the report, where that can be done quietly: as root, on a
-# machine with apt-get. Never fails; without a browser that test says that it is skipped, and why.
+# Installs Chromium for the test of the report, if that needs no questions: as root, on a machine with
+# apt-get. Never fails: without a browser, that test says that it is skipped, and why.
 for name in chromium chromium-browser google-chrome-stable google-chrome chrome; do
     command -v "$name" >/dev/null 2>&1 && exit 0
 done
 say() { echo "setup-browser: $*" >&2; }
 if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null 2>&1; then
-    say 'no Chromium, and no way to install one here: install it by hand to test the report in a browser'
+    say 'there is no Chromium, and it cannot be installed here: install it by hand to test the report in a browser'
     exit 0
 fi
 say 'installing Chromium (five minutes at most)'

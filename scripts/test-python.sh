@@ -1,7 +1,7 @@
 #!/bin/sh
-# The tests of the Python package: puts it and the stand-ins for CUDA together, as `make test-python` built them, and runs
-# python/tests over them. No GPU is needed. With TORCH, a version of PyTorch to install, or TORCH_PYTHON, a Python that
-# has a CUDA build of it, nothing is skipped.
+# Tests the Python package: assembles the package and the stand-ins for CUDA, which `make test-python` has built, and runs
+# python/tests with them. No GPU is needed. With TORCH, a version of PyTorch to install, or TORCH_PYTHON, a Python that
+# has a CUDA build of it, no test is skipped.
 #
 #   scripts/test-python.sh [ARGUMENT OF unittest discover]...
 set -eu
@@ -13,7 +13,7 @@ if [ -z "${TORCH_PYTHON:-}" ] && [ -n "${TORCH:-}" ]; then
 fi
 python=${TORCH_PYTHON:-${PYTHON:-python3}}
 if ! "$python" -c 'import torch' 2>/dev/null; then
-    echo 'test-python: there is no PyTorch here, so its tests say that they are SKIPPED;'
+    echo 'test-python: there is no PyTorch here, so tests that need it are SKIPPED;'
     echo 'test-python: `make test-python TORCH=2.11.0` installs one, in 5 GB'
 fi
 
@@ -27,7 +27,7 @@ export CUSHION_PACKAGE="$target/python" CUSHION_STANDIN="$target/standin"
 if [ $# -gt 0 ]; then
     exec "$python" -B -m unittest discover -s python/tests "$@"
 fi
-# Most tests wait for processes of their own: two halves at a time take little more than one.
+# Most tests wait for child processes, so two halves at a time take little longer than one.
 "$python" -B -m unittest discover -s python/tests -p 'test_[a-m]*.py' >"$target/python-tests.log" 2>&1 &
 half=$!
 status=0

@@ -1,6 +1,6 @@
 #!/bin/sh
 # Checks converted snapshots with PyTorch's own tools (tests/viz/check.py). $1 is the cushion command, $2
-# the viewer's code, if there is any. What cannot be checked here is skipped, and said.
+# the optional code of the viewer. Checks that cannot run here are reported as skipped.
 set -u
 here=$(dirname "$0")/..
 if ! command -v python3 >/dev/null 2>&1; then

@@ -1,11 +1,11 @@
 #!/bin/sh
-# Installs the package as people do, into an environment of its own, and uses it: `pip install .`, then
+# Installs the package as users do, into an environment of its own, and uses it: `pip install .`, then
 # `pip install -e .`.
 set -eu
 cd "$(dirname "$0")/.."
-# What is tested is how the package is installed, not how fast it is: a build that takes a quarter of the time will do.
+# This tests the installation, not the speed, so a build that takes a quarter of the time is enough.
 export CARGO_PROFILE_RELEASE_LTO=off CARGO_PROFILE_RELEASE_CODEGEN_UNITS=16 CARGO_PROFILE_RELEASE_OPT_LEVEL=1
-# With our own environment's maturin, so that nothing is downloaded twice.
+# Use the maturin of the tools' environment, so that nothing is downloaded twice.
 bin=$(sh scripts/python.sh maturin)
 export PATH="$bin:$PATH"
 trap '"$bin/python" -m pip uninstall --quiet --yes cushion >/dev/null 2>&1; rm -f python/cushion/_cushion*.so' EXIT
@@ -13,7 +13,7 @@ pip="$bin/python -m pip install --quiet --disable-pip-version-check --no-build-i
 expected=$(sed -n 's/^version = "\(.*\)"$/\1/p' Cargo.toml)
 
 check() {
-    # Away from the repository, whose own folders must not be found.
+    # Run outside the repository, so that Python does not find its folders.
     (
         cd /
         [ "$("$bin/cushion" --version)" = "cushion $expected" ]

@@ -1,6 +1,6 @@
 #!/bin/sh
-# Replays every trace shipped under the policy and limit it was recorded with, and compares each
-# allocation's address with PyTorch's. $1 is the cushion command. Fails if any differs.
+# Replays every trace in tests/traces under its recorded policy and limit, and compares the address of each
+# allocation with PyTorch's. $1 is the cushion command. Fails if an address differs.
 set -u
 here=$(dirname "$0")/../tests/traces
 told=$(mktemp) || exit 2
@@ -8,7 +8,7 @@ trap 'rm -f "$told"' EXIT
 worst=0
 verify() {
     "$1" replay --verify --json "$2" ${3:+--capacity "$3"} >/dev/null 2>>"$told"
-    # 1 is PyTorch's own out-of-memory error, met again.
+    # Exit code 1 means that PyTorch's recorded out-of-memory error occurred again.
     case $? in 0 | 1) ;; *) worst=1 ;; esac
 }
 for trace in "$here"/*.pickle.gz; do

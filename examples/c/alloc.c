@@ -1,7 +1,7 @@
 /*
- * Memory from C: cc alloc.c $(pkg-config --cflags --libs cushion) && ./a.out
+ * Allocates memory from C: cc alloc.c $(pkg-config --cflags --libs cushion) && ./a.out
  *
- * On a machine without a GPU it runs on a simulated one.
+ * On a machine without a GPU it uses a simulated device.
  */
 #include <stdio.h>
 #include <stdlib.h>
@@ -24,7 +24,7 @@ int main(void) {
 
     cushion_status status = cushion_device_cuda(0, NULL, &gpu);
     if (status == CUSHION_NO_DEVICE) {
-        printf("no GPU (%s): a simulated one of 1 GiB instead\n", cushion_last_error());
+        printf("no GPU (%s): using a simulated device of 1 GiB\n", cushion_last_error());
         status = cushion_device_simulated(1024 * mib, NULL, &gpu);
     }
     check(status);
@@ -33,17 +33,17 @@ int main(void) {
     check(cushion_alloc(gpu, 100 * mib, stream, &scratch));
     /* ... kernels on `stream` that use both ... */
 
-    /* Back to the cache. What is asked for next on this stream may be in the same place. */
+    /* The freed block stays in the cache. The next allocation on this stream may get the same address. */
     check(cushion_free(gpu, scratch));
     check(cushion_alloc(gpu, 90 * mib, stream, &scratch));
 
-    /* Running out of memory is an answer like any other. */
+    /* Out of memory is an ordinary status: the program goes on. */
     status = cushion_alloc(gpu, SIZE_MAX / 2, stream, &refused);
     printf("%s: %s\n", cushion_status_name(status), cushion_last_error());
 
     stats.struct_size = sizeof stats;
     check(cushion_stats(gpu, &stats));
-    printf("%llu MiB in use, %llu MiB held from the device, %llu of %llu allocations served from the cache\n",
+    printf("%llu MiB in use, %llu MiB reserved, %llu of %llu allocations served from the cache\n",
            (unsigned long long)(stats.allocated_bytes / mib), (unsigned long long)(stats.reserved_bytes / mib),
            (unsigned long long)stats.hits, (unsigned long long)stats.allocations);
 

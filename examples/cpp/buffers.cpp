@@ -1,6 +1,6 @@
-// Buffers in C++: c++ -std=c++11 buffers.cpp $(pkg-config --cflags --libs cushion) && ./a.out
+// Allocates buffers from C++: c++ -std=c++11 buffers.cpp $(pkg-config --cflags --libs cushion) && ./a.out
 //
-// On a machine without a GPU it runs on a simulated one.
+// On a machine without a GPU it uses a simulated device.
 #include <iostream>
 #include <vector>
 
@@ -11,12 +11,12 @@ static cushion::device open_device() {
         return cushion::device::cuda(0);
     } catch (const cushion::error &failure) {
         if (failure.status() != CUSHION_NO_DEVICE) throw;
-        std::cout << "no GPU (" << failure.what() << "): a simulated one of 1 GiB instead\n";
+        std::cout << "no GPU (" << failure.what() << "): using a simulated device of 1 GiB\n";
         return cushion::device::simulated(std::size_t(1) << 30);
     }
 }
 
-// As large a batch as fits, halved until it does.
+// Returns a batch of `count` elements, halved until it fits.
 static cushion::buffer<float> batch_that_fits(const cushion::device &gpu, std::size_t count, void *stream) {
     for (;;) {
         try {
@@ -36,13 +36,13 @@ int main() {
         void *stream = nullptr; // a cudaStream_t or a CUstream; null is the default stream
 
         cushion::buffer<float> batch = batch_that_fits(gpu, gpu.memory_info().total / sizeof(float), stream);
-        std::cout << batch.size() << " elements do, at " << static_cast<void *>(batch.get()) << "\n";
+        std::cout << batch.size() << " elements fit, at " << static_cast<void *>(batch.get()) << "\n";
         // kernel<<<grid, block, 0, stream>>>(batch.get(), batch.size());
 
         batch.reset();
         for (int step = 0; step < 100; step++) {
             cushion::buffer<double> scratch = gpu.alloc<double>(100000, stream);
-            // ... freed at the end of each turn, and served from the cache in the next
+            // ... freed at the end of each iteration, and served from the cache in the next
         }
         const cushion_statistics stats = gpu.stats();
         std::cout << stats.hits << " of " << stats.allocations << " allocations served from the cache\nok\n";

@@ -1,13 +1,12 @@
-"""Hugging Face Accelerate with Cushion: the search for a batch size that fits, and steps that need none.
+"""Hugging Face Accelerate with Cushion: the search for a batch size that fits, and steps that do not need it.
 
     pip install accelerate
     python examples/python/accelerate_habits.py
     accelerate launch examples/python/accelerate_habits.py      # on all GPUs
 
-`find_executable_batch_size` begins again with less whenever memory runs out. `cushion.retry` keeps the batch size, and
-runs a step that does not fit in parts, on all ranks together. Without Accelerate, PyTorch or a GPU it says SKIPPED, and
-why.
-"""
+`find_executable_batch_size` restarts with a smaller size whenever memory runs out. `cushion.retry` keeps the batch
+size, and runs a step that does not fit in parts, on all ranks together. Without Accelerate, PyTorch or a GPU the
+example prints SKIPPED and the reason."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ if not torch.cuda.is_available():
 
 import cushion
 
-# Before an Accelerator is made: that uses CUDA.
+# Before an Accelerator is created, which uses CUDA.
 cushion.install()
 
 from accelerate import Accelerator
@@ -45,7 +44,7 @@ ROWS = 1 << 16
 
 
 class Model(torch.nn.Module):
-    """Few parameters, and much to keep for the backward pass: 8 KiB of each row in each layer."""
+    """Few parameters, and large activations for the backward pass: 8 KiB per row and layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +62,7 @@ def prepared(accelerator: Accelerator) -> tuple[Any, Any]:
 
 
 def search(accelerator: Accelerator) -> int:
-    """The largest batch that fits, of those that Accelerate tries."""
+    """Returns the largest batch size that fits, of those that Accelerate tries."""
 
     @find_executable_batch_size(starting_batch_size=ROWS)
     def fits(batch_size: int) -> int:
@@ -73,13 +72,13 @@ def search(accelerator: Accelerator) -> int:
         accelerator.free_memory()
         return batch_size
 
-    # A refusal is what it looks for: to wait for memory that others may free would only make it slow.
+    # The search expects refusals. Waiting for memory that other threads may free would only slow it down.
     with cushion.budget(ms=0):
         return fits()
 
 
 def train(accelerator: Accelerator) -> None:
-    """Batches of all rows, which do not fit."""
+    """Trains with whole batches, which do not fit."""
     model, optimizer = prepared(accelerator)
 
     @cushion.retry(split=cushion.split_batch, loss="mean", grads=model, group="world")

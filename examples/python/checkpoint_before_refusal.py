@@ -1,11 +1,10 @@
-"""A training run that saves its checkpoint at the last moment before memory runs out, is killed, and goes on.
+"""A training run that saves a checkpoint right before an allocation is refused, is killed, and resumes.
 
     python examples/python/checkpoint_before_refusal.py
 
-Three processes: one that trains to the end; one whose memory runs out in the middle (here that is made up), which saves
-what it has in `cushion.on_refusal` and is killed; and one that goes on from there. It ends with the loss of the first,
-to the last digit. Without PyTorch or a GPU it says SKIPPED, and why.
-"""
+The example starts three processes. The first trains to the end. The second runs out of memory in the middle (an
+injected failure), saves its state in `cushion.on_refusal` and is killed. The third resumes from there, and ends with
+the loss of the first, to the last digit. Without PyTorch or a GPU the example prints SKIPPED and the reason."""
 
 from __future__ import annotations
 
@@ -57,12 +56,12 @@ def train(checkpoint: Path, runs_out: bool) -> None:
         begun = saved["begun"]
         torch.set_rng_state(begun["random"]["cpu"])
         torch.cuda.set_rng_state(begun["random"]["cuda"])
-        print(f"goes on at step {begun['step']}")
+        print(f"resumes at step {begun['step']}")
 
     @cushion.on_refusal
     def save(receipt: cushion.Receipt) -> None:
-        # Weights change only at the end of a step, so they are those of its beginning. To the side first: a process
-        # that is killed while it writes leaves the old one.
+        # Weights change only at the end of a step, so these are the weights at its beginning. The file is written under
+        # another name first: if the process is killed meanwhile, the old file stays.
         aside = checkpoint.with_suffix(".part")
         torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "begun": begun}, aside)
         os.replace(aside, checkpoint)
@@ -93,13 +92,13 @@ def run(checkpoint: Path, *more: str) -> tuple[int, list[str]]:
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        print("one that trains to the end:")
+        print("a process that trains to the end:")
         _, whole = run(Path(folder, "none.pt"))
-        print("one whose memory runs out:")
+        print("a process that runs out of memory:")
         checkpoint = Path(folder, "checkpoint.pt")
         ended, _ = run(checkpoint, "runs out")
         assert ended == -signal.SIGKILL, f"it ended with {ended}"
-        print("one that goes on from there:")
+        print("a process that resumes from the checkpoint:")
         _, resumed = run(checkpoint)
     assert whole[-1].startswith("loss") and resumed[-1] == whole[-1], (whole, resumed)
     print("ok")
@@ -114,5 +113,5 @@ if __name__ == "__main__":
         except RuntimeError as error:
             if not cushion.is_out_of_memory(error):
                 raise
-            # As a scheduler ends a job that has failed: nothing more is saved.
+            # As a scheduler ends a failed job: nothing else is saved.
             os.kill(os.getpid(), signal.SIGKILL)

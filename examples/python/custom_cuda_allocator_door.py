@@ -1,8 +1,8 @@
-"""custom_cuda_allocator's calls on Cushion: what the card has, memory by address, and tensors.
+"""The functions of custom_cuda_allocator on Cushion: memory of the device, memory by address, and tensors.
 
     python examples/python/custom_cuda_allocator_door.py
 
-On a GPU with PyTorch it makes tensors too. Elsewhere it says so, and works on a simulated device.
+With PyTorch and a GPU it makes tensors too. Otherwise it says so, and uses a simulated device.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def tensors(allocator: CUDAAllocator) -> None:
 
     first = custom_cuda_allocator.allocate_tensor(num_elements=1_000_000, dtype=torch.float32, device=0)
     first.fill_(1.0)
-    # Names that the package adds to PyTorch's.
+    # The package adds these names to PyTorch.
     options = torch.TensorOptions().dtype(torch.float16).device(torch.kCUDA)  # type: ignore[attr-defined]
     second = allocator.create_tensor(1_000_000, options)
     print(f"Tensors: {first.dtype} and {second.dtype} on {second.device}")
@@ -59,7 +59,7 @@ def main() -> None:
         tensors(allocator)
     try:
         allocator.allocate(1 << 50)
-    # With PyTorch it is torch.OutOfMemoryError, a RuntimeError.
+    # With PyTorch the error is torch.OutOfMemoryError, a RuntimeError.
     except (MemoryError, RuntimeError) as error:
         print(f"A PiB is refused: {error}")
     print(f"Retries: {custom_cuda_allocator.get_retry_count()}")

@@ -1,8 +1,8 @@
-"""gcAllocator's calls on Cushion: the figures of this process, and of memory that somebody else made.
+"""The functions of gcAllocator on Cushion: statistics of this process, and of memory that other code allocated.
 
     python examples/python/gcallocator_door.py
 
-On a GPU with PyTorch it makes tensors. Elsewhere it says so, and takes memory of a simulated device by address.
+With PyTorch and a GPU it makes tensors. Otherwise it says so, and allocates by address on a simulated device.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def with_tensors() -> None:
     dropped = torch.ones(2000, 2000, device="cuda")
     del dropped
     print(f"A tensor is kept: {gcAllocator.get_stats()}")
-    # Cushion has counted its tensors already: this changes nothing.
+    # Cushion counts its tensors itself: this changes nothing.
     gcAllocator.gc_allocator_core.track_allocation(kept.data_ptr(), kept.nbytes, 0)
 
 
@@ -39,7 +39,7 @@ def with_addresses() -> None:
     kept = allocator.allocate(4 * MIB)
     allocator.deallocate(allocator.allocate(16 * MIB))
     print(f"4 MiB are kept: {gcAllocator.get_stats()}")
-    # Cushion has counted them already: this changes nothing.
+    # Cushion counts this memory itself: this changes nothing.
     gcAllocator.gc_allocator_core.track_allocation(kept, 4 * MIB, 0)
 
 
@@ -53,10 +53,10 @@ def main() -> None:
             with_tensors()
         else:
             with_addresses()
-        # Of memory from elsewhere only the program knows.
+        # Only the program knows of memory that Cushion did not allocate.
         gcAllocator.gc_allocator_core.track_allocation(0x1000, 64 * MIB, 0)
         stats = allocator.get_stats()
-        print(f"With 64 MiB of somebody else's: {stats}")
+        print(f"With 64 MiB of other memory: {stats}")
     print(f"Peak memory: {stats.peak_bytes_allocated / MIB:.2f} MiB, and {stats.oom_count} times out of memory")
     print("ok")
 

@@ -1,12 +1,12 @@
-"""The Trainer of Hugging Face with Cushion: training steps that run again, in parts, when memory runs out.
+"""Hugging Face's Trainer with Cushion: training steps that run again, in parts, when memory runs out.
 
     pip install transformers accelerate
     python examples/python/hf_trainer.py
     torchrun --nproc-per-node 2 examples/python/hf_trainer.py --short 1      # rank 1 runs out of memory
 
-`RetryTrainer` is all there is to it. It runs on GPUs or on the CPU. `--short RANK` makes memory run out on a rank once,
-in the forward pass of the second step. The losses are the same with it and without. Without transformers, Accelerate
-or PyTorch it says SKIPPED.
+`RetryTrainer` is the only change to a program. The example runs on GPUs or on the CPU. `--short RANK` makes memory run
+out once on a rank, in the forward pass of the second step. The losses are the same with and without it. Without
+transformers, Accelerate or PyTorch it prints SKIPPED.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ import torch
 import cushion
 
 if torch.cuda.is_available():
-    # Before TrainingArguments are made: they use CUDA.
+    # Before TrainingArguments are created, which use CUDA.
     cushion.install()
 
 import transformers
@@ -42,10 +42,10 @@ ROWS, WORDS, VOCABULARY = 96, 12, 32
 
 
 class RetryTrainer(transformers.Trainer):
-    """Steps that do not fit are run in parts, on all ranks together. Their gradients are those of the whole batch."""
+    """Runs steps that do not fit in parts, on all ranks together. Their gradients are those of the whole batch."""
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
-        # The Trainer does so inside of the step, where it would be too late to know which layers are in training.
+        # The Trainer does this inside the step, after cushion.retry has checked which layers are in training.
         model.train()
         return cushion.retry(
             super().training_step,
@@ -59,13 +59,13 @@ class RetryTrainer(transformers.Trainer):
         )
 
     def labels_of(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> int:
-        """How many labels of a part count, as the Trainer counts them."""
+        """Returns the number of labels of a part, as the Trainer counts them."""
         labels = inputs["labels"]
         return int((labels[..., 1:] if self._loss_shifts_labels else labels).ne(-100).sum())
 
     def parts_of(self, number: int, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
-        """The arguments of so many parts. Each has its share of what the loss is divided by: models that divide by it
-        and models that compute a mean then add up to the same as the whole."""
+        """Returns the arguments of each part, with its share of the divisor of the loss. Parts then add up to the
+        whole, both for models that use the divisor and for models that compute a mean."""
         parts = [arguments[0] for arguments, _ in cushion.split_batch.rows(*inputs)(number, inputs)]
         if num_items_in_batch is None:
             return [((model, part), {}) for part in parts]
@@ -75,7 +75,7 @@ class RetryTrainer(transformers.Trainer):
 
 
 class Shortage:
-    """Memory that runs out once, in the second forward pass."""
+    """Raises out of memory once, in the second forward pass."""
 
     def __init__(self, is_here: bool) -> None:
         self.is_here = is_here
@@ -88,7 +88,7 @@ class Shortage:
 
 
 def sentences() -> list[dict[str, torch.Tensor]]:
-    """Words that follow each other in one order, which a model can learn."""
+    """Returns sequences of words in a fixed order, which a model can learn."""
     starts = torch.randint(0, VOCABULARY, (ROWS, 1))
     words = (starts + torch.arange(WORDS)) % VOCABULARY
     return [{"input_ids": row, "attention_mask": torch.ones_like(row), "labels": row} for row in words]

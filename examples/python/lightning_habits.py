@@ -3,8 +3,8 @@
     pip install lightning
     python examples/python/lightning_habits.py
 
-Lightning's manual optimization leaves forward and backward to `training_step`, so both can be tried again. Without
-Lightning (`lightning` or `pytorch_lightning`), PyTorch or a GPU it says SKIPPED, and why.
+With Lightning's manual optimization, `training_step` runs forward and backward, so both can be tried again. Without
+Lightning (`lightning` or `pytorch_lightning`), PyTorch or a GPU the example prints SKIPPED and the reason.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ BATCHES = 3
 
 
 class Module(lightning.LightningModule):
-    """Few parameters, and much to keep for the backward pass: 8 KiB of each row in each layer."""
+    """Few parameters, and large activations for the backward pass: 8 KiB per row and layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,11 +70,11 @@ class Module(lightning.LightningModule):
             *batch,
             split=cushion.split_batch,
             loss="mean",
-            # As the strategy has wrapped it, in DDP for one.
+            # The model as the strategy has wrapped it, for example in DDP.
             grads=self.trainer.model,
             group="world",
         )
-        # Outside: it is to be done once, whatever the step went through.
+        # Outside the step, which may run several times: the update happens once.
         optimizer.step()
         print(f"step {batch_idx + 1}: {len(batch[0])} rows, loss {loss.item():.5f}")
 

@@ -1,9 +1,9 @@
-"""The state of the optimizer leaves the GPU when the forward and backward pass need its memory, and comes back.
+"""Moves the state of the optimizer to the host while the forward and backward pass need its memory, and back.
 
     python examples/python/offload_state.py
 
-AdamW's state is twice as large as the weights, and idle until `optimizer.step()`. Here a model is trained in less
-memory than all of it together takes. Without PyTorch or a GPU it says SKIPPED, and why.
+AdamW's state is twice as large as the weights, and unused until `optimizer.step()`. The example trains a model in less
+memory than all its tensors need together. Without PyTorch or a GPU it prints SKIPPED and the reason.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ import cushion
 cushion.install()
 
 MIB = 1 << 20
-# Weights and gradients are 256 MiB each, the state 512 MiB, and the pass below needs 400 MiB beside weights and state.
+# Weights and gradients are 256 MiB each, the state 512 MiB; the pass below needs 400 MiB in addition to weights and
+# state.
 ALLOWED = 1120 * MIB
 
 
@@ -50,7 +51,7 @@ def main() -> None:
         del work
         loss.backward()
         away = state.bytes_away
-        # It is back before the update begins.
+        # The state comes back before the update begins.
         optimizer.step()
         optimizer.zero_grad()
         print(f"step {step}: {away / MIB:.0f} MiB of the state were on the host")

@@ -1,18 +1,19 @@
-"""Ray Train with Cushion: workers that train together, and run a step again together when memory runs out on one.
+"""Ray Train with Cushion: when memory runs out on one worker, all workers run the step again together.
 
     pip install 'ray[train]'
     python examples/python/ray_train.py
     python examples/python/ray_train.py --short 1      # worker 1 runs out of memory
 
-It starts a small cluster on this machine. With `--gpu` each worker has a GPU, and installs Cushion as it starts.
-`--short RANK` makes memory run out on a worker once, in the third step. The loss is the same with it and without, and
-Ray sees no failure. Without Ray or PyTorch it says SKIPPED.
+The example starts a small cluster on this machine. With `--gpu` each worker has a GPU, and installs Cushion as it
+starts. `--short RANK` makes memory run out once on a worker, in the third step. The loss is the same with and without
+it, and Ray sees no failure. Without Ray or PyTorch it prints SKIPPED.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 import sys
 import tempfile
 from typing import Any
@@ -37,14 +38,14 @@ ROWS = 64
 
 
 def train(config: dict[str, Any]) -> None:
-    """What each worker runs."""
+    """The training function of each worker."""
     rank = ray.train.get_context().get_world_rank()
     device = ray.train.torch.get_device()
     torch.manual_seed(0)
     layers = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
     model = ray.train.torch.prepare_model(layers)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    # The worker that runs out of memory, once.
+    # The worker that runs out of memory once.
     short = {config["short"]}
 
     @cushion.retry(split=cushion.split_batch, loss="mean", grads=model, group="world")
@@ -64,11 +65,21 @@ def train(config: dict[str, Any]) -> None:
         targets = inputs.square().mean(dim=1, keepdim=True)
         optimizer.zero_grad()
         loss = step(inputs, targets, number)
-        # Outside: it is to be done once, whatever the step went through.
+        # Outside the step, which may run several times: the update happens once.
         optimizer.step()
         torch.distributed.all_reduce(loss)
         loss /= ray.train.get_context().get_world_size()
-        ray.train.report({"step": number, "loss": float(loss), **step.stats()})
+        report({"step": number, "loss": float(loss), **step.stats()}, model if number == STEPS else None)
+
+
+def report(metrics: dict[str, Any], model: torch.nn.Module | None) -> None:
+    """Reports metrics to Ray. Ray keeps metrics only with a checkpoint, which one worker makes."""
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint = None
+        if model is not None and ray.train.get_context().get_world_rank() == 0:
+            torch.save(model.state_dict(), os.path.join(folder, "model.pt"))
+            checkpoint = ray.train.Checkpoint.from_directory(folder)
+        ray.train.report(metrics, checkpoint=checkpoint)
 
 
 def main() -> None:
@@ -78,7 +89,7 @@ def main() -> None:
     parser.add_argument("--short", type=int, metavar="RANK", help="the worker that runs out of memory")
     asked = parser.parse_args()
 
-    # Ray sets the GPU of a worker before it calls `train`, where it would be too late to install Cushion.
+    # Ray sets the GPU of a worker before it calls `train`, so that it is too late to install Cushion there.
     starting = {"runtime_env": {"worker_process_setup_hook": "cushion.install"}} if asked.gpu else {}
     ray.init(num_cpus=asked.workers + 1, include_dashboard=False, log_to_driver=False, **starting)
     with tempfile.TemporaryDirectory() as folder:

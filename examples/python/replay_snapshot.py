@@ -1,9 +1,9 @@
-"""Would it have fitted? Replays a recorded run on a card too small for it, under each policy. No GPU is needed.
+"""Replays a recorded run on a device that is too small for it, with each policy. No GPU is needed.
 
     python examples/python/replay_snapshot.py [SNAPSHOT [CAPACITY]]
 
-Without arguments: a server with CUDA graphs, recorded in this repository, on 4.5 GiB of a card. A snapshot of your own
-comes from `torch.cuda.memory._record_memory_history()` and `_dump_snapshot("run.pickle")`.
+Without arguments it replays a server with CUDA graphs, recorded in this repository, on 4.5 GiB. To record your own run,
+use `torch.cuda.memory._record_memory_history()` and `_dump_snapshot("run.pickle")`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ GIB = 1 << 30
 
 
 def replay(snapshot: str, capacity: str) -> list[dict[str, Any]]:
-    """What `cushion replay` says of each policy."""
+    """Returns the result of `cushion replay` for each policy."""
     command = [sys.executable, "-m", "cushion", "replay", snapshot, "--capacity", capacity, "--min-capacity", "--json"]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-    # 1 says that it did not fit under some policy, which is an answer.
+    # Status 1 means that the run did not fit with some policy.
     if done.returncode not in (0, 1):
         sys.exit(done.returncode)
     return [json.loads(line) for line in done.stdout.splitlines()]

@@ -1,8 +1,8 @@
-"""A training loop whose batches are too large for the memory that it may have: the steps run again, in parts.
+"""A training loop whose batches are too large for its memory limit: the steps run again, in parts.
 
     python examples/python/retry_steps.py
 
-The gradients are those of the whole batch. Without PyTorch or a GPU it says SKIPPED, and why.
+The gradients are those of the whole batch. Without PyTorch or a GPU it prints SKIPPED and the reason.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LAYERS = 4
 
 
 class Model(torch.nn.Module):
-    """Few parameters, and much to keep for the backward pass: 8 KiB of each row in each layer."""
+    """Few parameters, and large activations for the backward pass: 8 KiB per row and layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,10 +65,10 @@ def main() -> None:
         optimizer.zero_grad()
         before = step.stats()["tries"]
         loss = step(inputs, wanted)
-        # Outside: it is to be done once, whatever the step went through.
+        # Outside the step, which may run several times: the update happens once.
         optimizer.step()
         print(f"step {number}: {rows} rows, loss {loss.item():.5f}, tries: {step.stats()['tries'] - before}")
-        # Or these rows would be there beside the next.
+        # Frees these rows before the next are created.
         del inputs, wanted
 
     figures = step.stats()

@@ -1,10 +1,10 @@
-"""Tests how a program takes it when memory runs out, without running out: failures are made up.
+"""Tests how a program handles out of memory, with injected failures.
 
     python examples/python/test_your_recovery.py
-    CUSHION_INJECT='every=7' python examples/python/test_your_recovery.py      # other failures, with no change to it
+    CUSHION_INJECT='every=7' python examples/python/test_your_recovery.py      # other failures, without a change
 
-The program under test is a small cache that drops its oldest entries when memory runs out. On a GPU with PyTorch it
-holds memory of the GPU; elsewhere it says so, and holds that of a simulated device.
+The program under test is a small cache that drops its oldest entries when memory runs out. With PyTorch and a GPU it
+holds memory of the GPU; otherwise it says so, and holds memory of a simulated device.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import cushion
 
 
 class Cache:
-    """Keeps what was asked for last."""
+    """Keeps the most recently used entries."""
 
     def __init__(self) -> None:
         self.kept: dict[int, cushion.Memory] = {}
@@ -27,7 +27,7 @@ class Cache:
         return self.kept[key]
 
     def make(self) -> cushion.Memory:
-        """What is tested: drops entries until there is memory, and gives up only when there are none left."""
+        """The function under test: drops entries until the allocation succeeds, and raises if none are left."""
         while True:
             try:
                 memory: cushion.Memory = cushion.alloc_future("64MiB").result()
@@ -54,13 +54,13 @@ def main() -> None:
         print("There is no GPU with PyTorch here: on a simulated device of 4 GiB.")
         cushion.simulate("4GiB")
     if "CUSHION_INJECT" not in os.environ:
-        # The fifth fails: one entry is dropped for it, and the cache works on.
+        # The fifth allocation fails: one entry is dropped, and the cache goes on.
         with cushion.inject("nth=5"):
             cache = Cache()
             for key in range(10):
                 cache.get(key)
         assert (cache.dropped, len(cache.kept)) == (1, 9), (cache.dropped, len(cache.kept))
-        # Nothing is there yet that could be dropped: the error is for who asked.
+        # The cache is empty, so the error reaches the caller.
         with cushion.inject("nth=1"):
             try:
                 Cache().get(0)
@@ -70,14 +70,14 @@ def main() -> None:
                 assert receipt is not None and receipt.injected
             else:
                 raise AssertionError("it was not refused")
-        # The third goes up to the rung that waits, and is served there: the program does not notice.
+        # The third allocation fails up to the rung `wait`, and is served there: the program does not notice.
         with cushion.inject("nth=3,at=wait"):
             cache = Cache()
             for key in range(10):
                 cache.get(key)
         assert cache.dropped == 0, cache.dropped
         assert cushion.receipts()[-1].survived_by == "wait"
-        # By chance, the same for the same seed; or as the variable says.
+        # Random failures, the same for the same seed; or those of the variable.
         cushion.inject("fraction=0.1,seed=3")
     cache = Cache()
     for key in range(20):

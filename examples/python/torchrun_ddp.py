@@ -1,11 +1,11 @@
-"""Ranks that train together: when memory runs out on one, all of them run the step again, with the same gradients.
+"""Ranks that train together: when memory runs out on one, all run the step again, with the same gradients.
 
     torchrun --nproc-per-node 2 examples/python/torchrun_ddp.py
     torchrun --nproc-per-node 2 examples/python/torchrun_ddp.py --short 1      # rank 1 runs out of memory
     torchrun --nproc-per-node 2 examples/python/torchrun_ddp.py --short 1 --fsdp2
 
-It runs on GPUs, over NCCL, or on the CPU, over gloo. `--short RANK` makes memory run out on a rank once, in the
-backward pass of the third step. The losses are the same with it and without. Without PyTorch it says SKIPPED.
+The example runs on GPUs with NCCL, or on the CPU with gloo. `--short RANK` makes memory run out once on a rank, in the
+backward pass of the third step. The losses are the same with and without it. Without PyTorch it prints SKIPPED.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ROWS = 64
 
 
 class Shortage:
-    """Memory that runs out once, where a tensor is computed and its gradient is."""
+    """Raises out of memory once, where the gradient of a tensor is computed."""
 
     def __init__(self, is_short: bool) -> None:
         self.is_short = is_short
@@ -73,7 +73,7 @@ def main() -> None:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
     if "RANK" not in os.environ:
-        # Not by torchrun: a program of one rank.
+        # Not started by torchrun: one rank.
         os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     rank = dist.get_rank()
@@ -99,7 +99,7 @@ def main() -> None:
         shortage.is_short = rank == asked.short and number == 3
         optimizer.zero_grad()
         loss = step(inputs, targets)
-        # Outside: it is to be done once, whatever the step went through.
+        # Outside the step, which may run several times: the update happens once.
         optimizer.step()
         dist.all_reduce(loss)
         if rank == 0:

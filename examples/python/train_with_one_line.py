@@ -1,8 +1,8 @@
-"""A small model, trained with Cushion as PyTorch's allocator: one line is all it takes.
+"""A small model, trained with Cushion as PyTorch's allocator, with one added line.
 
     python examples/python/train_with_one_line.py
 
-Without PyTorch or a GPU it says SKIPPED, and why.
+Without PyTorch or a GPU it prints SKIPPED and the reason.
 """
 
 from __future__ import annotations

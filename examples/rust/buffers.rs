@@ -1,42 +1,42 @@
-//! Buffers, streams, a shortage survived, and figures.
+//! Shows buffers, streams, a refused request, and statistics.
 //!
-//! Runs on the first GPU, or where there is none on a simulated one: `cargo run --example buffers`.
+//! Runs on the first GPU, or on a simulated one if there is none: `cargo run --example buffers`.
 
-#![expect(clippy::print_stdout, reason = "what an example is for")]
+#![expect(clippy::print_stdout, reason = "an example prints its results")]
 
 use cushion::{Device, Error};
 
 fn main() -> Result<(), Error> {
     let gpu = Device::cuda(0).unwrap_or_else(|why| {
-        println!("{why}\nso this runs on a simulated GPU of 1 GiB\n");
+        println!("{why}\nusing a simulated GPU of 1 GiB instead\n");
         Device::simulated(1 << 30)
     });
     let memory = gpu.memory_info()?;
     let bytes = |number: u64| usize::try_from(number).expect("an address");
     let stream = gpu.new_stream()?;
 
-    // Typed memory, given back when it is dropped.
+    // Typed memory, freed when it is dropped.
     let host: Vec<f32> = (0..1000_u16).map(f32::from).collect();
     let a = gpu.alloc_copy(&host, &stream)?;
     let mut b = gpu.alloc_zeros::<f32>(1000, &stream)?;
     b.copy_from(&a, &stream)?;
     assert_eq!(b.to_vec(&stream)?, host);
-    println!("1,000 numbers went there and back: {} bytes in use", gpu.memory_allocated());
+    println!("copied 1,000 numbers there and back: {} bytes in use", gpu.memory_allocated());
 
-    // What another stream uses is noted, and not handed out again before that is done with it.
+    // Recorded for another stream: not handed out again before that stream is done with it.
     let side = gpu.new_stream()?;
     b.record_stream(&side)?;
     drop((a, b));
 
-    // Too much is an error that says why, and the program goes on.
+    // A request that is too large fails with the reason, and the program goes on.
     let most = gpu.alloc_uninit::<u8>(bytes(memory.free / 2), &stream)?;
     let refused =
-        gpu.alloc_uninit::<u8>(bytes(memory.total), &stream).expect_err("there is not so much");
+        gpu.alloc_uninit::<u8>(bytes(memory.total), &stream).expect_err("more than the device has");
     assert!(refused.is_out_of_memory());
-    println!("refused, as it should be: {refused}");
+    println!("refused, as expected: {refused}");
     drop(most);
     let again = gpu.alloc_uninit::<u8>(bytes(memory.free / 2), &stream)?;
-    println!("and {} MiB fit once others are gone", again.size_bytes() >> 20);
+    println!("{} MiB fit after the other buffer is freed", again.size_bytes() >> 20);
     drop(again);
 
     let cache = gpu.cache_stats();

@@ -1,8 +1,8 @@
-//! A kernel of cudarc's on Cushion's buffers: y = a·x + y, checked number by number.
+//! Runs a cudarc kernel on Cushion's buffers, y = a·x + y, and checks every element.
 //!
 //! Needs a GPU: `cargo run --example kernel --features cudarc`.
 
-#![expect(clippy::print_stdout, reason = "what an example is for")]
+#![expect(clippy::print_stdout, reason = "an example prints its results")]
 
 use std::error::Error;
 
@@ -10,7 +10,7 @@ use cudarc::driver::{CudaContext, LaunchConfig, PushKernelArg};
 use cudarc::nvrtc::Ptx;
 use cushion::Device;
 
-/// In CUDA's assembly, so that no compiler is needed; the driver turns it into code for its GPU.
+/// The kernel in PTX, so that no compiler is needed: the driver compiles it for its GPU.
 const SAXPY: &str = "
 .version 6.0
 .target sm_50
@@ -54,7 +54,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         }
     };
     const N: u16 = 50_000;
-    // cudarc's context is the same as Cushion's: the primary one of the device.
+    // cudarc and Cushion use the same context: the primary context of the device.
     let context = CudaContext::new(0)?;
     let stream = context.new_stream()?;
     let saxpy = context.load_module(Ptx::from_src(SAXPY))?.load_function("saxpy")?;
@@ -62,7 +62,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let xs: Vec<f32> = (0..N).map(f32::from).collect();
     let ys: Vec<f32> = (0..N).map(|i| 1000.0 - f32::from(i)).collect();
     for round in 0..100_u8 {
-        // From the second round on these come from the cache: no call to the driver.
+        // From the second round on, these come from the cache, without a driver call.
         let x = gpu.alloc_copy(&xs, &stream)?;
         let mut y = gpu.alloc_copy(&ys, &stream)?;
         let (n, a) = (u32::from(N), f32::from(round));
@@ -72,7 +72,7 @@ fn main() -> Result<(), Box<dyn Error>> {
             let (view_x, mut view_y) = (lent_x.view(), lent_y.view_mut());
             let mut launch = stream.launch_builder(&saxpy);
             launch.arg(&n).arg(&a).arg(&view_x).arg(&mut view_y);
-            // SAFETY: the arguments are those of the kernel, and both buffers have N elements.
+            // SAFETY: the arguments match the parameters, and both buffers have N elements.
             unsafe { launch.launch(LaunchConfig::for_num_elems(n)) }?;
         }
         for (i, got) in y.to_vec(&stream)?.into_iter().enumerate() {
@@ -81,7 +81,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     }
     let cache = gpu.cache_stats();
     assert!(cache.misses <= 2 && cache.hits >= 198, "{cache:?}");
-    assert_eq!(gpu.memory_allocated(), 0, "cudarc freed nothing, and nothing was forgotten");
+    assert_eq!(gpu.memory_allocated(), 0, "cudarc freed nothing, and every buffer is freed");
     println!(
         "100 rounds of saxpy on {N} elements are right: {} hits, {} misses",
         cache.hits, cache.misses

@@ -1,8 +1,8 @@
-//! What a program can do about a shortage: a callback, waiting, a future, host memory, and the receipts of it all.
+//! Shows what a program can do about a shortage: callbacks, waits, futures, host memory, receipts.
 //!
 //! Needs no GPU: `cargo run --example shortages`.
 
-#![expect(clippy::print_stdout, reason = "what an example is for")]
+#![expect(clippy::print_stdout, reason = "an example prints its results")]
 
 use std::future::Future;
 use std::pin::pin;
@@ -15,23 +15,23 @@ use cushion::{Device, Error, Outcome, Rung};
 const MIB: usize = 1 << 20;
 
 fn main() -> Result<(), Error> {
-    // A GPU of 1 GiB, and 256 MiB of the host's memory for when nothing else is left.
+    // A simulated GPU of 1 GiB, and 256 MiB of host memory for the last rung.
     let gpu = Device::builder().conf("spill_limit_mb:256,wait_ms:5000")?.simulated(1 << 30);
     let stream = gpu.new_stream()?;
     let receipts = std::env::temp_dir().join(format!("shortages-{}.jsonl", std::process::id()));
     gpu.write_receipts(&receipts)?;
 
-    // A callback gives up what the program can make again.
+    // A callback frees memory that the program can compute again.
     let cache = Arc::new(Mutex::new(Some(gpu.alloc_zeros::<u8>(600 * MIB, &stream)?)));
     let held = Arc::clone(&cache);
     let callback = gpu.on_shortage(0, move |plea| {
-        println!("asked for {} MiB: the cache goes", plea.bytes >> 20);
-        held.lock().expect("nobody panicked").take();
+        println!("{} MiB would help: dropping the cache", plea.bytes >> 20);
+        held.lock().expect("no thread panicked").take();
     });
     drop(gpu.alloc_zeros::<u8>(800 * MIB, &stream)?);
     gpu.remove_callback(callback);
 
-    // What another thread holds is waited for. A future waits without a thread.
+    // A request waits for memory of another thread. A future waits without blocking a thread.
     let both = Barrier::new(2);
     thread::scope(|scope| {
         let other = scope.spawn(|| {
@@ -45,9 +45,9 @@ fn main() -> Result<(), Error> {
     })?;
     let buffer = block_on(gpu.alloc_zeros_async::<f32>(200 * MIB, &stream))?;
 
-    // Nobody else holds any: host memory serves, more slowly.
+    // No other thread holds memory: host memory serves the request, more slowly.
     let spilled = gpu.alloc_zeros::<u8>(240 * MIB, &stream)?;
-    gpu.alloc_zeros::<u8>(500 * MIB, &stream).expect_err("not even that is enough");
+    gpu.alloc_zeros::<u8>(500 * MIB, &stream).expect_err("more than there is");
     drop((buffer, spilled));
 
     for receipt in gpu.receipts() {
@@ -70,7 +70,7 @@ fn main() -> Result<(), Error> {
     Ok(())
 }
 
-/// The smallest runtime there is: any other does as well.
+/// Runs a future to its end. Any other runtime works as well.
 fn block_on<F: Future>(future: F) -> F::Output {
     struct Unparks(Thread);
     impl Wake for Unparks {

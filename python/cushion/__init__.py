@@ -1,10 +1,10 @@
 """Cushion: a caching CUDA memory allocator that keeps GPU programs alive when memory runs out.
 
     import cushion
-    cushion.install()   # before CUDA is used; every allocation of PyTorch's goes through Cushion
+    cushion.install()   # before CUDA is used; PyTorch then allocates all its CUDA memory through Cushion
 
-`cushion run train.py ARGS...` does the same with no change to the program. Where there is no GPU,
-`cushion.simulate("16GiB")` lets the engine, and what is built on it without PyTorch, be tried out.
+`cushion run train.py ARGS...` does the same with no change to the program. On a machine without a GPU,
+`cushion.simulate("16GiB")` runs the engine, and everything that does not need PyTorch, on simulated devices.
 """
 
 from ._batch_size import find_batch_size

@@ -1,4 +1,4 @@
-"""The `cushion` command. `run` is Python's; the rest is in Rust."""
+"""The `cushion` command. The subcommand `run` is implemented in Python, all others in Rust."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def main() -> int:
     arguments = sys.argv[1:]
     if arguments[:1] == ["run"]:
         return _run.main(arguments[1:])
-    # Python would note the signal and wait for the end of a long replay.
+    # Python's own handler would act only after a long replay has ended.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     return _cushion.command(["cushion", *arguments])
 

@@ -1,5 +1,5 @@
-"""How the parts of a step add up to the whole: what each part weighs, and what its gradients and results are multiplied
-by. Nothing is guessed: the program says it, or the step is not split."""
+"""How the parts of a step add up to the whole step: the weight of each part, and the factor for its gradients and
+results. Nothing is guessed: the program states it, or the step is not split."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from . import _parts
+from . import _functions, _parts
 from ._parts import Arguments
 
 Loss = Literal["mean", "sum"]
@@ -29,7 +29,7 @@ class Adding:
         combine: Combine | None,
     ) -> None:
         self._split, self._loss, self._weight, self._combine = split, loss, weight, combine
-        self._name = _name(step)
+        self._name = _functions.name_of(step)
         self.names = _positional_names(step)
         self._takes_share = _takes_share(step)
         self._check()
@@ -38,36 +38,36 @@ class Adding:
         if self._loss not in (None, "mean", "sum"):
             raise ValueError(f'cushion.retry: loss is {self._loss!r}, and has to be "mean" or "sum"')
         if self._loss == "sum" and self._weight is not None:
-            raise TypeError('cushion.retry: parts of a sum have no weight: leave loss="sum" or weight= out')
+            raise TypeError('cushion.retry: parts of a sum have no weight: remove loss="sum" or weight=')
         if self._takes_share and self._loss is not None:
             raise TypeError(
-                f"cushion.retry: {self._name} takes `share` and multiplies by it itself: leave loss={self._loss!r} out"
+                f"cushion.retry: {self._name} takes `share` and multiplies by it itself: remove loss={self._loss!r}"
             )
         if not (self._takes_share or self._loss or self._weight or self._combine):
             raise TypeError(
-                f"cushion.retry: how do the parts of {self._name} add up? A batch is split only when that is said. "
+                f"cushion.retry: a batch is split only if the program states how the parts of {self._name} add up. "
                 "Add one of these:\n"
                 '    loss="mean"     the loss is a mean over the samples of a batch\n'
-                '    loss="sum"      the loss is a sum over them\n'
-                "    weight=lambda inputs, targets: (targets != -100).sum()     a mean over what is counted here\n"
-                "    combine=torch.cat     there is no loss: the step returns one result for each sample\n"
+                '    loss="sum"      the loss is a sum over the samples of a batch\n'
+                "    weight=lambda inputs, targets: (targets != -100).sum()     a mean over what this counts\n"
+                "    combine=torch.cat     the step returns one result for each sample, and no loss\n"
                 "or give the step a parameter `share=1.0`, and multiply its loss by that"
             )
 
     @property
     def has_loss(self) -> bool:
-        """Whether the step computes a loss, and so, perhaps, gradients."""
+        """Whether the step computes a loss, and so may compute gradients."""
         return bool(self._takes_share or self._loss or self._weight)
 
     def cut(self, parts: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Arguments]:
-        """The arguments of so many parts, or of fewer."""
+        """Returns the arguments of `parts` parts, or of fewer if the split cannot make that many."""
         split: Any = self._split
         if isinstance(split, _parts.SplitBatch):
             split = split.named(self.names)
         return list(split(parts, *args, **kwargs))
 
     def check_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raises where these arguments could not be cut, or not be weighed: at the first call, not in a shortage."""
+        """Raises if these arguments cannot be split or weighed. Called at the first call, before any shortage."""
         if isinstance(self._split, _parts.SplitBatch):
             self._split.check(args, kwargs, self.names)
             self._check_weight(*self._without_share((args, kwargs)))
@@ -84,12 +84,12 @@ class Adding:
         except TypeError as error:
             given = [*self.names[: len(args)], *kwargs]
             raise TypeError(
-                f"cushion.retry: weight= is called with the arguments of {self._name}, which are "
-                f"({', '.join(given)}), and cannot be: {error}"
+                f"cushion.retry: weight= cannot be called with the arguments of {self._name}, which are "
+                f"({', '.join(given)}): {error}"
             ) from None
 
     def shares(self, parts: Sequence[Arguments], whole: Arguments) -> list[float]:
-        """The part that each has in the whole; they add up to 1."""
+        """Returns the share of the whole that each part has. The shares of a mean add up to 1."""
         says_itself = not isinstance(self._split, _parts.SplitBatch) and "share" not in whole[1]
         if says_itself and self._weight is None and all("share" in kwargs for _, kwargs in parts):
             return [float(kwargs["share"]) for _, kwargs in parts]
@@ -98,7 +98,7 @@ class Adding:
         weights = [self._weight_of(part) for part in parts]
         total = math.fsum(weights)
         if total == 0:
-            # Nothing is counted in any of them. The whole would divide by zero, and so do they.
+            # No part has any weight. The whole step would divide by zero, and so does each part.
             return [1 / len(parts)] * len(parts)
         return [weight / total for weight in weights]
 
@@ -107,7 +107,7 @@ class Adding:
             args, kwargs = self._without_share(part)
             weight = float(self._weight(*args, **kwargs))
             if not (math.isfinite(weight) and weight >= 0):
-                raise ValueError(f"cushion.retry: weight= gave {weight}, and a part weighs 0 or more")
+                raise ValueError(f"cushion.retry: weight= returned {weight}, and has to return 0 or more")
             return weight
         split = self._split
         if isinstance(split, _parts.SplitBatch):
@@ -115,17 +115,17 @@ class Adding:
         return float(_parts.rows(part))
 
     def _without_share(self, arguments: Arguments) -> Arguments:
-        """What `weight` is called with."""
+        """Returns the arguments that `weight` is called with."""
         args, kwargs = arguments
         at = self.names.index("share") if self._takes_share and "share" in self.names else len(args)
         return (*args[:at], *args[at + 1 :]), {name: it for name, it in kwargs.items() if name != "share"}
 
     def factor(self, share: float) -> float:
-        """What gradients and losses of a part are multiplied by here; a step that takes `share` does it itself."""
+        """Returns the factor for the gradients and the loss of a part; 1 if the step takes `share` and multiplies."""
         return share if self._loss == "mean" or (self._weight is not None and not self._takes_share) else 1.0
 
     def with_share(self, part: Arguments, share: float, whole: Arguments) -> Arguments:
-        """The arguments of a part, with its share of the batch if the step takes it."""
+        """Returns the arguments of a part, with its share of the batch if the step takes `share`."""
         args, kwargs = part
         if not self._takes_share:
             return args, {name: it for name, it in kwargs.items() if name != "share"} if "share" in kwargs else kwargs
@@ -139,26 +139,26 @@ class Adding:
         return self._combine is not None
 
     def check_result(self, result: Any) -> None:
-        """Whether results of parts could be added; looked at also where there was one part."""
+        """Raises if results of parts could not be added up. Also called for a step that ran as one part."""
         if self._combine is None and result is not None and not _is_loss(result):
             raise TypeError(
                 f"cushion.retry: {self._name} returned a {type(result).__name__}, and only a loss can be added up "
                 "over parts, as a float or as a floating-point tensor with no dimensions: return the loss alone, or "
-                "say with combine= what becomes of the results of the parts"
+                "give combine=, which combines the results of the parts"
             )
 
     def combine(self, results: list[Any], factors: list[float]) -> Any:
         if self._combine is not None:
             if len(results) == 1 and _only_joins(self._combine):
-                # As it is, and not copied.
+                # Not copied.
                 return results[0]
             return self._combine(results)
         if len(results) == 1 or all(result is None for result in results):
             return results[0]
         if any(result is None for result in results):
             raise TypeError(
-                f"cushion.retry: {self._name} returned a loss for some parts of a batch and nothing for others, which "
-                "do not add up: return a loss always, or never"
+                f"cushion.retry: {self._name} returned a loss for some parts of a batch and None for others: "
+                "return a loss for every part, or for none"
             )
         terms = [result if factor == 1.0 else result * factor for result, factor in zip(results, factors)]
         return sum(terms[1:], terms[0])
@@ -190,13 +190,9 @@ def _positional_names(step: Callable[..., Any]) -> list[str]:
 
 
 def _signature(step: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    # Of a module its forward() says more than its __call__().
+    # The __call__() of a module takes any arguments; its forward() has the names.
     shown = getattr(step, "forward", step) if hasattr(step, "named_modules") else step
     try:
         return dict(inspect.signature(shown).parameters)
     except (TypeError, ValueError):
         return {}
-
-
-def _name(step: Callable[..., Any]) -> str:
-    return getattr(step, "__qualname__", None) or type(step).__name__

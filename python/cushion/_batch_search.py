@@ -1,8 +1,8 @@
-"""Which batch size `cushion.find_batch_size` tries next.
+"""Chooses the batch size that `cushion.find_batch_size` tries next.
 
-Doubling and bisection alone find the largest size that fits. Memory is nearly linear in the batch size, so figures of
-the sizes tried so far say where it is. `Figures` predicts it from them. `Search` tries the prediction where that costs
-at most two probes more than doubling and bisection, whatever the memory of the step really looks like."""
+Doubling and bisection alone find the largest size that fits. Memory is nearly linear in the batch size, so the memory
+that earlier tries used predicts that size. `Figures` makes the prediction. `Search` tries it as long as the search
+takes at most two probes more than doubling and bisection, however the memory of the step really grows."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 
 from . import _cushion, _install, _receipts, _tensors
 
-# How many probes a search may take more than doubling and bisection, because predictions were wrong.
+# Wrong predictions may cost a search this many probes more than doubling and bisection.
 MOST_WASTED = 2
-# A prediction from small sizes may be far off, and a step of a wrong size may need more time or host memory than there
-# is: sizes grow by this factor at most.
+# A size is at most this many times the largest size that fits: a prediction from small sizes may be far off, and a much
+# too large step may take too long or exhaust host memory.
 LARGEST_JUMP = 16
-# No batch is so large: the step does not do more work for a larger one.
+# A step that fits with this size does not use more memory for a larger batch.
 LARGEST = 1 << 40
 
 
@@ -25,23 +25,23 @@ LARGEST = 1 << 40
 
 
 class Search:
-    """The largest number from 1 on that fits, found by trying.
+    """Finds the largest number, from 1 on, that fits.
 
-    Doubling and bisection would try `start`, twice as many, and so on, and then the middle between the largest that
-    fits and the smallest that does not. What they would have tried by now is followed beside what was tried: so it is
-    known how many probes the guesses have saved or wasted."""
+    Plain doubling and bisection would try `start`, twice `start` and so on, and then the middle between the largest
+    size that fits and the smallest that does not. `_Plain` counts the probes that they would have taken by now: the
+    difference to the probes taken tells how many the guesses have saved or wasted."""
 
     def __init__(self, start: int, limit: int | None) -> None:
         self.limit = limit
-        #: the largest that fits; 0 if none is known
+        #: the largest size known to fit; 0 if none is known
         self.fits = 0
-        #: the smallest that does not fit
+        #: the smallest size known not to fit
         self.fails: int | None = None
         self._plain = _Plain(start if limit is None else min(start, limit), limit)
         self._tried = 0
-        # How often the guess was at the edge of what is known, and wrong: each time it is moved twice as far.
+        # How many consecutive guesses at an edge of the bracket were wrong. Each one doubles the distance of the next.
         self._wrong = 0
-        # 1 if the guess being tried is that no more fit, -1 if it is that all below the smallest that fails fit.
+        # 1 if the guess being tried is next to `fits`, -1 if it is next to `fails`, 0 if neither.
         self._edge = 0
 
     @property
@@ -49,16 +49,16 @@ class Search:
         return self.fits == self.limit or (self.fails is not None and self.fails - self.fits == 1)
 
     def next(self, guess: int | None) -> int:
-        """What to try.
+        """Returns the size to try next.
 
-        :param guess: the largest that is thought to fit
+        :param guess: the predicted largest size that fits
         """
         plain = self._plain.follow(self.fits, self.fails)
         knows_nothing = self.fits == 0 and self.fails is None
         if guess is None or knows_nothing or self._tried + 1 - self._plain.probes > MOST_WASTED:
             return plain
         if self.fits == 0:
-            # A size that failed would have needed more in the end: all that fit are smaller than the guess.
+            # The guess is too large: a failed step would have used more memory than was counted when it failed.
             guess = min(guess, plain)
         elif guess <= self.fits:
             guess, self._edge = self.fits + (1 << self._wrong), 1
@@ -71,7 +71,7 @@ class Search:
         return max(guess if top is None else min(guess, top), self.fits + 1)
 
     def tell(self, size: int, fits: bool) -> None:
-        """How the try of a size ended; the size lies between the two that are known."""
+        """Records whether a size fits. The size lies between `fits` and `fails`."""
         self._tried += 1
         self._wrong = self._wrong + 1 if self._edge == (1 if fits else -1) else 0
         self._edge = 0
@@ -82,16 +82,16 @@ class Search:
 
 
 class _Plain:
-    """Doubling and bisection, which learn from what others try."""
+    """Doubling and bisection, given the results of sizes that `Search` tried."""
 
     def __init__(self, start: int, limit: int | None) -> None:
         self._start, self._limit = start, limit
         self._fits, self._fails = 0, 0
-        #: how many probes they would have taken so far
+        #: how many probes doubling and bisection would have taken so far
         self.probes = 0
 
     def follow(self, fits: int, fails: int | None) -> int:
-        """Goes on as far as is known; returns the first size that has to be tried."""
+        """Goes through the sizes whose results are known; returns the first size whose result is not."""
         while True:
             size = self._next()
             if size <= fits:
@@ -116,49 +116,49 @@ class Use(NamedTuple):
     """Memory of one device, in bytes."""
 
     live: int
-    #: the most that was live since `begin`
+    #: the most bytes live at once since `begin`
     peak: int
 
 
 class Figures:
-    """What the tries of a step have needed on each device, and how much there is."""
+    """The memory that each try of a step used on each device, and the memory that this process can have there."""
 
     def __init__(self) -> None:
         self._before: dict[int, Use] = {}
-        # The size and the bytes of each try, by device.
+        # (size, bytes) of each try, by device.
         self._fitted: dict[int, list[tuple[int, int]]] = {}
         self._refused: dict[int, list[tuple[int, int]]] = {}
         self._room: dict[int, int] = {}
-        #: the most that the last size that fitted needed on a device
+        #: the peak of the last size that fitted, on the device where it was largest
         self.peak = 0
 
     def begin(self, reset_peaks: bool = True) -> None:
-        """A try begins."""
+        """Reads the memory in use before a try."""
         self._before = uses(reset_peaks)
 
     def fitted(self, size: int) -> None:
-        """The try of a size has gone well."""
+        """Records the memory of a try that succeeded."""
         self.peak = 0
         for device, use in uses().items():
             self._fitted.setdefault(device, []).append((size, use.peak))
             self.peak = max(self.peak, use.peak)
 
     def refused(self, size: int, error: BaseException) -> None:
-        """The try of a size has ended with an error, whose frames still hold what it had."""
+        """Records the memory of a try that failed. The frames of the error must still hold its tensors."""
         found = _needed(error)
         if found is not None:
             device, needed = found
             self._refused.setdefault(device, []).append((size, needed))
 
     def look_at_room(self) -> None:
-        """Reads how much each device has for this process. Nothing of the try is held any more."""
+        """Reads how much memory this process can have on each device. The try must have released its memory."""
         for device in {*self._fitted, *self._refused}:
             room = room_of(device)
             if room is not None:
                 self._room[device] = room
 
     def largest(self) -> int | None:
-        """The largest size that fits, as far as the figures tell."""
+        """Returns the predicted largest size that fits; None without enough figures."""
         each = [self._largest_on(device) for device in self._room]
         return min((size for size in each if size is not None), default=None)
 
@@ -166,35 +166,36 @@ class Figures:
         before = self._before[device].live if device in self._before else 0
         fitted = sorted(self._fitted.get(device, ()))
         refused = sorted(self._refused.get(device, ()))
-        # What was refused is more than there is room for, whatever the driver says of the rest: it is in pieces.
+        # A refused amount is more than there is room for, even if the driver reports more: that memory is fragmented.
         room = min([self._room[device], *(needed - 1 for _, needed in refused)])
         room = max([room, *(peak for _, peak in fitted)])
         small, large = ([(0, before)] * 2 + fitted)[-2:]
         predicted = _reached(room, small, large)
         if refused and (predicted is None or predicted >= refused[0][0]):
-            # Memory grows faster than it did before, or nothing has fitted yet.
+            # Memory grows faster than between the smaller sizes, or nothing has fitted yet.
             predicted = _reached(room, large, refused[0])
         return predicted
 
 
 def _reached(room: int, low: tuple[int, int], high: tuple[int, int]) -> int | None:
-    """The size at which a line through two points reaches the room."""
+    """Returns the size at which the line through two (size, bytes) points reaches `room` bytes."""
     (size, needed), (larger, needed_more) = low, high
     if larger <= size or needed_more <= needed:
         return None
     return size + (room - needed) * (larger - size) // (needed_more - needed)
 
 
-# The texts of PyTorch's own allocator and of Cushion's.
+# Matches the messages of PyTorch's own allocator and of Cushion.
 _REQUEST = re.compile(r"Tried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)\. GPU (\d+) ")
 _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
 def _needed(error: BaseException) -> tuple[int, int] | None:
-    """The device that was short, and the bytes that would have been live there; nothing if the error does not tell."""
+    """Returns the device that was short and the bytes that would have been live there; None if the error has neither
+    a receipt nor figures."""
     receipt = _receipts.receipt_of(error)
     if receipt is not None:
-        # One that was made up tells nothing of what there is.
+        # An injected failure says nothing about the memory of the device.
         shortage = receipt.as_dict()["shortage"]
         return None if receipt.injected else (receipt.device, shortage["allocated"] + receipt.requested)
     found = _REQUEST.search(str(error))
@@ -209,7 +210,7 @@ def _needed(error: BaseException) -> tuple[int, int] | None:
 
 
 def uses(reset_peaks: bool = False) -> dict[int, Use]:
-    """Memory of the devices of this process that are in use."""
+    """Returns the memory of each device that this process uses."""
     torch = _tensors.torch_in_use()
     if torch is None:
         found = {}
@@ -222,7 +223,7 @@ def uses(reset_peaks: bool = False) -> dict[int, Use]:
     try:
         return {device: _use_of_torch(torch, device, reset_peaks) for device in range(torch.cuda.device_count())}
     except RuntimeError:
-        # Another pluggable allocator, without figures.
+        # Another pluggable allocator has no statistics.
         return {}
 
 
@@ -233,18 +234,18 @@ def _use_of_torch(torch: Any, device: int, reset_peaks: bool) -> Use:
 
 
 def room_of(device: int) -> int | None:
-    """How many bytes of a device this process can have at most, those that it has included; nothing if no memory of it
-    is in use."""
+    """Returns how many bytes of a device this process can have at most, including those it has; None if it uses no
+    memory there."""
     torch = _tensors.torch_in_use()
     if torch is not None and torch.cuda.max_memory_allocated(device) == 0:
-        # To ask the driver would take memory there.
+        # Asking the driver would create a CUDA context there, which takes memory.
         return None
     free, reserved, _ = memory_of(device)
     return free + reserved
 
 
 def memory_of(device: int) -> tuple[int, int, int]:
-    """What this process can still have of a device, what it has reserved, and the size of the device, in bytes."""
+    """Returns, in bytes, what this process can still get on a device, what it has reserved, and the device's size."""
     torch = _tensors.torch_in_use()
     if torch is None:
         free, total = _cushion.memory_info(device)
@@ -253,7 +254,7 @@ def memory_of(device: int) -> tuple[int, int, int]:
         free, total = torch.cuda.mem_get_info(device)
         reserved = 0
         with contextlib.suppress(RuntimeError):
-            # Another pluggable allocator has no figures.
+            # Another pluggable allocator has no statistics.
             reserved = torch.cuda.memory_reserved(device)
     allowed = int(_fraction(torch, device) * total)
     return max(0, min(int(free), allowed - int(reserved))), int(reserved), int(total)

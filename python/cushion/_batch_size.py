@@ -1,11 +1,11 @@
-"""`cushion.find_batch_size`: the largest batch size that fits, and training that begins again with a smaller one.
+"""`cushion.find_batch_size`: finds the largest batch size that fits, or restarts training with a smaller one.
 
-_batch_search.py   which size is tried next, and what the figures predict
-_batch_tries.py    one try of a size, on every rank
-_remembered.py     answers of earlier programs
+_batch_search.py   chooses the next size, with predictions from the memory used so far
+_batch_tries.py    tries one size, on every rank
+_remembered.py     keeps answers of earlier programs in a file
 
-Sizes are tried as `cushion.retry` tries steps: a failed try is let go of before the next one, gradients, buffers and
-random numbers are put back, and ranks agree."""
+Sizes are tried as `cushion.retry` tries steps: the memory of a failed try is released before the next try, gradients,
+buffers and random numbers are restored, and ranks agree on the result."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from ._shortage import budget
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# As Accelerate's.
+# The default of Accelerate's find_executable_batch_size.
 _FIRST_SIZE = 128
-# A size that did not fit is followed by one that is smaller by a tenth at least.
+# After a size that did not fit, training restarts with at most this fraction of it.
 _SMALLER = 0.9
-# A probe asks whether the step fits by itself. These would make room by what others have or give up meanwhile, and
-# training would depend on that in every step. Frees that wait for this program's own GPU work are waited for, as
-# PyTorch does.
+# Rungs that a probe skips. They make room with memory that callbacks or other threads give up, or that is moved to the
+# host, and every training step would depend on that. Pending frees of this program are still waited for, as PyTorch
+# does.
 _NOT_IN_PROBES = ("callbacks", "wait", "spill")
 
 
@@ -98,49 +98,50 @@ def find_batch_size(
     model: Any = None,
     progress: bool | None = None,
 ) -> Any:
-    """The largest batch size that fits:
+    """Returns the largest batch size that fits:
 
         size = cushion.find_batch_size(step, 8, grads=model)
 
     `step(batch_size)` runs one step of that size, forward and backward. It is tried with `start`, and then with larger
-    or smaller sizes, guided by the memory that those before have needed. The size that is returned was tried, and
-    fitted; the next larger one was tried, and did not fit, unless the size is `limit`. Nothing stays allocated. While a
-    size is tried no callbacks are asked, nobody is waited for, and nothing goes to host memory.
+    or smaller sizes, chosen from the memory that earlier tries used. The returned size was tried and fitted; the next
+    larger one was tried and did not fit, unless the size is `limit`. Nothing stays allocated. A try does not call
+    callbacks, does not wait for other threads to free memory, and does not spill to host memory.
 
-    Without `start` it is a decorator in the place of Accelerate's `find_executable_batch_size`:
+    Without `start` it is a decorator that replaces Accelerate's `find_executable_batch_size`:
 
         @cushion.find_batch_size(starting_batch_size=128)
         def training(batch_size, model): ...
 
         training(model)
 
-    The function is called with `starting_batch_size`, and when memory runs out again with a smaller size, at most 0.9
-    times as large. The size that worked is the first one of the next call.
+    The function is called with `starting_batch_size`. Each time memory runs out, it is called again with at most 0.9
+    times the size. The next call begins with the size that worked.
 
-    With ranks (`torch.distributed`), `group="world"` has all of them try the same sizes; see docs/batch-size.md.
+    With several ranks (`torch.distributed`), `group="world"` makes all of them try the same sizes; see
+    docs/batch-size.md.
 
-    :param start: the first size that is tried
+    :param start: the first size to try
     :param reduce_batch_size_fn: called without arguments, returns the next smaller size; only for the decorator
-    :param starting_batch_size: the first size of the decorated function, 128 if not given
-    :param limit: the largest size that is of use
+    :param starting_batch_size: the first size of the decorated function; 128 by default
+    :param limit: the largest size to try
     :param multiple_of: only multiples of this are tried
-    :param grads: whose gradients the step adds to, as for `cushion.retry`: they, buffers and random numbers are as
-        before afterwards
+    :param grads: the module, optimizer or parameters whose gradients the step adds to, as for `cushion.retry`. The
+        gradients, buffers and random numbers are restored afterwards
     :param group: a process group whose ranks run the step together, or "world" for all ranks
     :param local: the step has no collectives, and each rank searches by itself
-    :param timeout: the seconds that a rank waits for the others; if not given, the group's own time-out
-    :param remember: True or the path of a file: an answer is kept for the next program, which tries it once
-    :param model: whose answer is remembered, if it is not `grads`
-    :param progress: shows what is tried on standard error; if not given, where that is a terminal
+    :param timeout: how many seconds a rank waits for the others; by default the group's own timeout
+    :param remember: True, or the path of a file: the answer is kept for the next program, which tries it first
+    :param model: the model that the answer is remembered for; by default `grads`
+    :param progress: shows the sizes being tried on standard error; by default if that is a terminal
     :returns: the size, or the decorated function, or a decorator
-    :raises torch.OutOfMemoryError: if the smallest size does not fit; the error of the step itself
+    :raises torch.OutOfMemoryError: if the smallest size does not fit; this is the error of the step itself
     """
     if function is not None and not callable(function):
         raise TypeError(f"cushion.find_batch_size: the function is {function!r}, and has to be callable")
     if reduce_batch_size_fn is not None and not callable(reduce_batch_size_fn):
         raise TypeError(f"cushion.find_batch_size: reduce_batch_size_fn is {reduce_batch_size_fn!r}, not callable")
     if local and group is not None:
-        raise TypeError("cushion.find_batch_size: group= has ranks search together, and local=True each by itself")
+        raise TypeError("cushion.find_batch_size: group= makes ranks search together, local=True each by itself")
     step_of = _tensors.whole("multiple_of", multiple_of)
     if step_of == 0:
         raise ValueError("cushion.find_batch_size: multiple_of is 0, and has to be 1 or more")
@@ -151,14 +152,7 @@ def find_batch_size(
 
     if start is None:
         searching = {"limit": limit, "remember": remember, "model": model, "progress": progress}
-        for name, value in searching.items():
-            if value is not None:
-                raise TypeError(
-                    f"cushion.find_batch_size: {name}= is for the search, find_batch_size(function, start), and a "
-                    "decorated function has none"
-                )
-        first = _FIRST_SIZE if starting_batch_size is None else starting_batch_size
-        first = _tensors.whole("starting_batch_size", first)
+        first = _first_size(starting_batch_size, searching)
 
         def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
             return _decorate(lambda: tries(function, False), first, reduce_batch_size_fn, step_of)
@@ -166,7 +160,7 @@ def find_batch_size(
         return decorate if function is None else decorate(function)
     if function is None:
         raise TypeError(
-            "cushion.find_batch_size: start= begins a search, which needs the function to try; for a decorator it is "
+            "cushion.find_batch_size: start= begins a search, which needs the function to try; for a decorator, give "
             "starting_batch_size="
         )
     if starting_batch_size is not None or reduce_batch_size_fn is not None:
@@ -174,23 +168,19 @@ def find_batch_size(
             "cushion.find_batch_size: starting_batch_size= and reduce_batch_size_fn= are for a decorated function, and "
             "start= begins a search"
         )
-    first = _tensors.whole("start", start)
-    most = None if limit is None else _tensors.whole("limit", limit)
-    if first == 0:
-        raise ValueError("cushion.find_batch_size: start is 0, and has to be 1 or more")
-    if most is not None and most < step_of:
-        raise ValueError(
-            f"cushion.find_batch_size: limit is {most}, and the smallest size that is tried is {step_of}: "
-            "give a larger limit, or a smaller multiple_of"
-        )
-    if model is not None:
-        _holders("model", model, function)
-    if remember and model is None and grads is None:
-        raise TypeError(
-            "cushion.find_batch_size: the answer for which model is to be remembered? Give it as model=, or as grads="
-        )
-    wanted = _Wanted(first, step_of, most, remember or None, grads if model is None else model, progress)
+    wanted = _wanted(function, start, step_of, limit, remember or None, model, grads, progress)
     return _search(tries(function, True), wanted)
+
+
+def _first_size(starting_batch_size: int | None, searching: dict[str, Any]) -> int:
+    """Returns the first size of a decorated function, after a check that no option of the search is given."""
+    for name, value in searching.items():
+        if value is not None:
+            raise TypeError(
+                f"cushion.find_batch_size: {name}= is an option of the search, find_batch_size(function, start), and "
+                "not of a decorated function"
+            )
+    return _tensors.whole("starting_batch_size", _FIRST_SIZE if starting_batch_size is None else starting_batch_size)
 
 
 def _holders(name: str, given: Any, function: Callable[..., Any]) -> _undo.Holders:
@@ -207,12 +197,43 @@ def _holders(name: str, given: Any, function: Callable[..., Any]) -> _undo.Holde
 
 
 class _Wanted(NamedTuple):
+    """The options of a search."""
+
     start: int
     multiple_of: int
     limit: int | None
     remember: bool | str | os.PathLike[str] | None
     model: Any
     progress: bool | None
+
+
+def _wanted(
+    function: Callable[..., Any],
+    start: int,
+    multiple_of: int,
+    limit: int | None,
+    remember: bool | str | os.PathLike[str] | None,
+    model: Any,
+    grads: Any,
+    progress: bool | None,
+) -> _Wanted:
+    """Returns the options of a search, after a check of each."""
+    first = _tensors.whole("start", start)
+    most = None if limit is None else _tensors.whole("limit", limit)
+    if first == 0:
+        raise ValueError("cushion.find_batch_size: start is 0, and has to be 1 or more")
+    if most is not None and most < multiple_of:
+        raise ValueError(
+            f"cushion.find_batch_size: limit is {most}, and the smallest size that is tried is {multiple_of}: "
+            "give a larger limit, or a smaller multiple_of"
+        )
+    if model is not None:
+        _holders("model", model, function)
+    if remember and model is None and grads is None:
+        raise TypeError(
+            "cushion.find_batch_size: remember= needs the model that the answer is for: give model= or grads="
+        )
+    return _Wanted(first, multiple_of, most, remember, grads if model is None else model, progress)
 
 
 def _search(tries: Tries, wanted: _Wanted) -> int:
@@ -224,7 +245,7 @@ def _search(tries: Tries, wanted: _Wanted) -> int:
         with _receipts.Expecting(), budget(skip=_NOT_IN_PROBES):
             return searching.result()
     except BaseException:
-        # CUDA may not work any more, and what the program is told is the first error.
+        # CUDA may be unusable by now; the program gets the first error.
         with contextlib.suppress(Exception):
             tries.put_back()
         raise
@@ -235,7 +256,7 @@ def _search(tries: Tries, wanted: _Wanted) -> int:
 
 
 class _Searching:
-    """One search. Sizes are counted in multiples inside of it."""
+    """One search. Inside, sizes are counted in units of `multiple_of`."""
 
     def __init__(self, tries: Tries, wanted: _Wanted) -> None:
         self._tries, self._wanted = tries, wanted
@@ -245,7 +266,7 @@ class _Searching:
         self._figures = _batch_search.Figures()
         self._tried: list[int] = []
         self.line = _Line(wanted.progress, tries.shows)
-        # What the error says that the search ended with.
+        # The message of the error that the search ended with.
         self.refused: str | None = None
 
     def result(self) -> int:
@@ -254,7 +275,7 @@ class _Searching:
         path, about = self._remembered()
         known = 0 if path is None else _remembered.look_up(path, about) or 0
         if path is not None:
-            # The smallest of all ranks; 0 if one of them knows none.
+            # The smallest answer of all ranks; 0 if one of them remembers none.
             known = tries.smallest(known)
         if known > 0 and known % self._each == 0 and (self._wanted.limit is None or known <= self._wanted.limit):
             self._probe(known // self._each)
@@ -267,8 +288,8 @@ class _Searching:
             found = self._bracket.fits * self._each
             if found >= _batch_search.LARGEST and self._wanted.limit is None:
                 raise RuntimeError(
-                    f"cushion.find_batch_size: {tries.name} fits with a batch size of {found}: it needs no more memory "
-                    "for a larger batch. Say with limit= which size is large enough"
+                    f"cushion.find_batch_size: {tries.name} fits with a batch size of {found}: it does not use more "
+                    "memory for a larger batch. Give the largest size to try as limit="
                 )
         found = self._bracket.fits * self._each
         end = "the limit" if self._bracket.fails is None else f"{self._bracket.fails * self._each} does not"
@@ -283,7 +304,7 @@ class _Searching:
     def _remembered(self) -> tuple[Any, dict[str, Any]]:
         wanted = self._wanted
         path = None if wanted.remember is None else _remembered.path_of(wanted.remember)
-        # A folder that one rank alone lacks must not keep it from asking the others.
+        # All ranks have to take part in this agreement, also one that has no folder to remember in.
         if wanted.remember is None or self._tries.smallest(int(path is not None)) == 0:
             return None, {}
         name = f"{getattr(self._tries.function, '__module__', None)}.{self._tries.name}"
@@ -291,7 +312,7 @@ class _Searching:
         return path, _remembered.about(name, wanted.model, self._each, wanted.limit, ranks)
 
     def _probe(self, number: int) -> None:
-        """Tries so many multiples, on every rank, and tells the search whether they fit."""
+        """Tries `number` times `multiple_of`, on every rank, and records whether that fits."""
         size = number * self._each
         fits, fails = self._bracket.fits * self._each, self._bracket.fails
         known = [f"{fits} fits{self._used()}"] if fits else []
@@ -303,7 +324,7 @@ class _Searching:
         ended = self._tries.run(size, refused=lambda error: figures.refused(number, error))
         if ended.error is None:
             figures.fitted(number)
-        # What the step returned may hold all of its memory.
+        # The result of the step may hold all of its memory.
         ended = ended._replace(result=None)
         self._tries.put_back()
         figures.look_at_room()
@@ -320,7 +341,7 @@ class _Searching:
         try:
             raise error
         finally:
-            # They hold this frame, which holds them.
+            # The error refers to this frame, which refers to the error: breaks the cycle.
             del error, ended
 
     def story(self) -> str:
@@ -331,7 +352,7 @@ class _Searching:
 
 
 class _Line:
-    """One line on standard error, which is written anew as the search goes on."""
+    """A progress line on standard error, rewritten as the search goes on."""
 
     def __init__(self, progress: bool | None, shows: bool) -> None:
         self._stream = sys.stderr
@@ -342,7 +363,7 @@ class _Line:
 
     def show(self, text: str) -> None:
         if self._shows:
-            # Blanks take away what is left of a longer line; a file has no other way.
+            # Blanks overwrite the end of a longer line. Control sequences would be noise in a file.
             self._write("\r" + text.ljust(self._shown))
             self._shown = len(text)
 
@@ -352,13 +373,13 @@ class _Line:
             self._shown = 0
 
     def _write(self, text: str) -> None:
-        # The program may have closed it. That is no reason to end a search.
+        # The program may have closed standard error. The search goes on without the line.
         with contextlib.suppress(OSError, ValueError):
             self._stream.write(text)
             self._stream.flush()
 
 
-# ---- training that begins again ----
+# ---- training that restarts with a smaller size ----
 
 
 def _decorate(
@@ -388,7 +409,7 @@ def _decorate(
             figures.look_at_room()
             last = tries.last_error(ended, f"with a batch size of {size}").with_traceback(None)
             smaller = tries.smallest(_smaller(size, figures.largest(), reduce) // multiple_of * multiple_of)
-            what = f"begins again with {smaller}" if smaller else "gives up"
+            what = f"restarts with {smaller}" if smaller else "gives up"
             _log.logger.warning("%s ran out of memory with a batch size of %d, and %s", name, size, what)
             known = size = smaller
         if last is not None:
@@ -406,22 +427,22 @@ def _decorate(
 
 
 def _smaller(size: int, predicted: int | None, reduce: Callable[[], int] | None) -> int:
-    """The size after one that did not fit."""
+    """Returns the size to restart with after `size` did not fit; 0 to give up."""
     if reduce is None:
         smaller = int(size * _SMALLER)
-        # The figures are those of a run that failed, which would have needed more in the end: it is worth a try.
+        # The prediction comes from a run that failed before its peak. A predicted 0 is still followed by a try of 1.
         return smaller if predicted is None else max(min(predicted, smaller), min(1, smaller))
     smaller = _tensors.whole("the size that reduce_batch_size_fn returned", reduce())
     if smaller >= size:
         raise ValueError(
             f"cushion.find_batch_size: reduce_batch_size_fn returned {smaller} after {size} did not fit: it has to "
-            "return less each time it is called"
+            "return a smaller size each time it is called"
         )
     return smaller
 
 
 def _refuse_batch_size(function: Callable[..., Any], name: str, args: Any, kwargs: Any) -> None:
-    """The batch size comes from here: with one of the caller's own there would be two."""
+    """Raises TypeError if the caller passed a batch size, which the decorator adds itself."""
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):

@@ -1,51 +1,41 @@
-"""One try of a batch size after the other, for `cushion.find_batch_size`: each begins with the same state, and on
-several ranks each has ended on all of them before the next begins."""
+"""Tries batch sizes one after the other, for `cushion.find_batch_size`. Each try begins with the same state. With
+several ranks, a try ends on all ranks before the next one begins."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import gc
-import inspect
 import sys
-import types
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, NoReturn
 
-from . import _batch_search, _collectives, _failures, _ranks, _receipts, _undo, _wrapped
+from . import _batch_search, _collectives, _failures, _functions, _ranks, _receipts, _undo, _wrapped
+from ._ranks import OthersFailed
 
-# Training begins again after these, too, as with Accelerate: on other devices, and where cuDNN does not take a size.
+# Training restarts after these errors too, as with Accelerate: they are out of memory on other devices, and sizes that
+# cuDNN does not support.
 _ALSO_SMALLER = (
     " out of memory.",
     "MPS backend out of memory",
     "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED",
     "PT_DEVMEM Allocation failed",
 )
-# Their work is done after they are called, where nobody would see it fail.
-_LATER = (types.CoroutineType, types.GeneratorType, types.AsyncGeneratorType)
 
 
 class Ended(NamedTuple):
     """How the try of a size ended."""
 
     result: Any = None
-    #: what it failed with on this rank
+    #: the error on this rank
     error: BaseException | None = None
-    #: what the ranks have agreed on, if it failed, and what the rank that it names has said
+    #: if the try failed, what the ranks agreed on, and the message of the rank named there
     verdict: _ranks.Verdict | None = None
     why: str = ""
 
 
-class _OthersFailed(Exception):
-    """The try went well here, and not on another rank."""
-
-    def __init__(self, verdict: _ranks.Verdict) -> None:
-        super().__init__("another rank failed")
-        self.verdict = verdict
-
-
 class _Probe(_undo.Attempt):
-    """A step that is only tried: an optimizer must not change the parameters in it, which cannot be taken back."""
+    """A step that is only tried. An optimizer must not change the parameters in it: that cannot be undone."""
 
     def __init__(self, undo: _undo.Undo, refuses_updates: bool) -> None:
         self._refuses_updates = refuses_updates
@@ -60,15 +50,15 @@ class _Probe(_undo.Attempt):
         if is_about_to and self._refuses_updates:
             raise RuntimeError(
                 "cushion.find_batch_size: the step calls an optimizer's step(), which changes the parameters each time "
-                "a size is tried: leave it out, since an update needs as much memory for any batch size. Make one "
+                "a size is tried: remove that call, since an update uses as much memory for any batch size. Make one "
                 "update before the search, so that the optimizer has its state by then"
             )
 
 
 class Tries:
-    """Tries of one function.
+    """The tries of one function.
 
-    :ivar is_probe: the function is a step that is only tried; else it is the training itself
+    :ivar is_probe: whether the function is a step that is only tried; otherwise it is the training itself
     """
 
     def __init__(
@@ -81,22 +71,21 @@ class Tries:
         timeout: float | None,
     ) -> None:
         self.function, self.is_probe = function, is_probe
-        self.name: str = getattr(function, "__qualname__", None) or type(function).__name__
-        kinds = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
-        if any(is_kind(function) for is_kind in kinds):
-            self._refuse_later()
+        self.name = _functions.name_of(function)
+        if _functions.is_lazy(function):
+            self._refuse_lazy()
         self._holders, self._group, self._local, self._timeout = holders, group, local, timeout
         self.ranks: _ranks.Ranks | None = None
         self._wrapped: _wrapped.Wrapped | None = None
         self._undo: _undo.Undo | None = None
 
-    def _refuse_later(self) -> NoReturn:
+    def _refuse_lazy(self) -> NoReturn:
         raise TypeError(
             f"cushion.find_batch_size: {self.name} is async or a generator, whose work is done after it has returned: "
-            "put what needs memory into a plain function"
+            "put the code that allocates into a plain function"
         )
 
-    # ---- before the first ----
+    # ---- before the first try ----
 
     def meet(self) -> None:
         """Finds the ranks that try together."""
@@ -104,25 +93,25 @@ class Tries:
             return
         if self._group is None:
             raise RuntimeError(
-                f"cushion.find_batch_size: this program has {_ranks.several()} ranks, and each would come to a size of "
-                f'its own for {self.name}. Say group="world" if all ranks run it together, or local=True if it has no '
-                "collectives, in it or in its backward pass"
+                f"cushion.find_batch_size: this program has {_ranks.several()} ranks, and each would find its own size "
+                f'for {self.name}. Give group="world" if all ranks run it together, or local=True if neither it nor '
+                "its backward pass has collectives"
             )
         if self.is_probe and self._holders is None:
             raise TypeError(
-                f"cushion.find_batch_size: with group=, whose gradients does {self.name} add to? Say it with grads=, "
-                "such as grads=model: models that are distributed over ranks are found by it. grads=() if there are "
-                "none"
+                f"cushion.find_batch_size: group= needs grads=, the model whose gradients {self.name} adds to, such "
+                "as grads=model: models that are distributed over ranks are found through it. Give grads=() if there "
+                "are no gradients"
             )
         self.ranks = _ranks.of(self._group, self._timeout)
 
     @property
     def shows(self) -> bool:
-        """Whether it is this rank that tells people."""
+        """Whether this rank shows the progress line."""
         return self.ranks is None or self.ranks.rank == 0
 
     def must_agree(self, **numbers: int) -> None:
-        """Raises on every rank if they were given different numbers. 0 stands for none."""
+        """Raises on every rank if the ranks were given different numbers. 0 stands for "not given"."""
         if self.ranks is None:
             return
         said = list(numbers.values())
@@ -136,11 +125,11 @@ class Tries:
                 )
 
     def smallest(self, number: int) -> int:
-        """The smallest of a number over the ranks."""
+        """Returns the smallest value of a number over the ranks."""
         return number if self.ranks is None else -self.ranks.agree(-number)[0]
 
     def smallest_known(self, number: int | None) -> int | None:
-        """The smallest over those ranks that know one."""
+        """Returns the smallest value over the ranks that have one; None if no rank has."""
         if self.ranks is None:
             return number
         unknown = _batch_search.LARGEST * _batch_search.LARGEST_JUMP
@@ -148,11 +137,11 @@ class Tries:
         return None if found == unknown else found
 
     def prepare(self) -> None:
-        """Notes the state that every try begins with."""
+        """Records the state that every try begins with."""
         if self._holders is not None and _ranks.in_use():
             self._wrapped = _wrapped.Wrapped(self._holders.modules(), None if self.ranks is None else self.ranks.board)
         self._undo = _undo.Undo(self._holders, random_numbers=True)
-        # Copies of gradients go to the host by this: the tries have as much memory as the program.
+        # This moves the copies of gradients to the host: a try has as much memory as the program will have.
         self.put_back()
 
     # ---- a try ----
@@ -165,12 +154,13 @@ class Tries:
         *,
         refused: Callable[[BaseException], object],
     ) -> Ended:
-        """Calls the function with a size. Afterwards no rank is inside of it, and nothing keeps what a failed try had.
+        """Calls the function with a size. On return no rank is inside the function, and nothing holds the tensors of a
+        failed try.
 
-        :param refused: called with an error that says that memory ran out, before its frames are let go of
-        :raises RankError: if another rank failed otherwise
+        :param refused: called with an out-of-memory error, before its frames are cleared
+        :raises RankError: if another rank failed for another reason
         """
-        # What the caller is handling is the context of our errors, and not ours to let go of.
+        # An exception that the caller is handling is the context of our errors. Its frames are not ours to clear.
         handled = sys.exc_info()[1]
         result, error = self._call(size, args, kwargs or {})
         if error is None:
@@ -183,9 +173,9 @@ class Tries:
         del one
         verdict, why = None, ""
         if self.ranks is not None:
-            # The others may be waiting in a collective, which takes memory to join.
+            # Other ranks may be waiting in a collective. Joining it takes memory.
             self._collect()
-            if isinstance(error, _OthersFailed):
+            if isinstance(error, OthersFailed):
                 verdict, why = error.verdict, self.ranks.why(error.verdict.rank)
             else:
                 verdict, why = self._lose(_ranks.OUT_OF_MEMORY, str(error))
@@ -196,11 +186,11 @@ class Tries:
                 raise _ranks.RankError(f"cushion.find_batch_size: rank {verdict.rank} failed in {self.name}: {why}")
             return Ended(error=error, verdict=verdict, why=why)
         finally:
-            # It holds this frame, which holds it.
+            # The error refers to this frame, which refers to the error: breaks the cycle.
             del error
 
     def _call(self, size: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, BaseException | None]:
-        """Returns the error, so that its frames are left: none that runs can be cleared."""
+        """Returns the error instead of raising it: its frames can be cleared only once they have been left."""
         board = None if self.ranks is None else self.ranks.board
         if self._wrapped is not None:
             self._wrapped.begin()
@@ -215,7 +205,7 @@ class Tries:
             if self.ranks is not None:
                 verdict = self.ranks.vote(_ranks.DONE, 0)
                 if verdict.ended != _ranks.DONE:
-                    raise _OthersFailed(verdict)
+                    raise OthersFailed(verdict)
             if self._wrapped is not None:
                 self._wrapped.end()
             return result, None
@@ -239,21 +229,19 @@ class Tries:
             around = contextlib.nullcontext()
         with around:
             result = self.function(size, *args, **kwargs)
-        if isinstance(result, _LATER):
-            if isinstance(result, types.CoroutineType):
-                result.close()
-            self._refuse_later()
+        if _functions.is_lazy_result(result):
+            self._refuse_lazy()
         return result
 
     def _may_go_on(self, error: Exception) -> bool:
-        """Whether another size may be tried after an error. One that says something else is told to the other ranks."""
+        """Returns whether another size may be tried after an error. The other ranks are told of any other error."""
         if isinstance(error, _ranks.RankError):
             return False
-        if isinstance(error, _OthersFailed) or self._is_reason(error):
+        if isinstance(error, OthersFailed) or self._is_reason(error):
             return True
         if self.ranks is not None:
             if self.ranks.board.is_frozen:
-                # Another rank failed first, and this is what became of it here.
+                # Another rank failed first, and this error is a consequence.
                 return True
             self._lose(_ranks.FAILED, f"{type(error).__name__}: {error}")
         if self._wrapped is not None:
@@ -261,23 +249,23 @@ class Tries:
         return False
 
     def _is_reason(self, error: BaseException) -> bool:
-        """Whether it says that memory ran out."""
+        """Returns whether an error says that memory ran out."""
         if _failures.is_out_of_memory(error):
             return True
         also = isinstance(error, RuntimeError) and not self.is_probe
         return also and any(text in str(error) for text in _ALSO_SMALLER)
 
     def _lose(self, ended: int, said: str) -> tuple[_ranks.Verdict, str]:
-        """Ends a try that has failed here, on every rank. Each of them reads why, also one that knows it: they do so
-        together."""
+        """Ends, on every rank, a try that failed on this one. Every rank has to read the reason, also the failed rank:
+        that read is a collective."""
         assert self.ranks is not None
         verdict = self.ranks.vote(ended, 0, said)
         return verdict, self.ranks.why(verdict.rank)
 
-    # ---- after it ----
+    # ---- after a try ----
 
     def put_back(self) -> None:
-        """As if there had been no try."""
+        """Restores the state before the tries."""
         if self._undo is not None:
             self._undo.back()
         self._collect()
@@ -287,19 +275,19 @@ class Tries:
         _failures.give_back_cached()
 
     def last_error(self, ended: Ended, what: str) -> BaseException:
-        """What is raised after a try that none follows."""
+        """Returns the error to raise after the last try."""
         assert ended.error is not None
         if ended.verdict is None or self._is_reason(ended.error):
             return ended.error
         rank, said = ended.verdict.rank, ended.why
         return _receipts.out_of_memory_class()(
-            f"CUDA out of memory. Rank {rank} ran out of memory in {self.name} {what}. It said: {said}"
+            f"CUDA out of memory. Rank {rank} ran out of memory in {self.name} {what}. Its error: {said}"
         )
 
 
 @contextlib.contextmanager
 def _hooking_models(board: _collectives.Board) -> Iterator[None]:
-    """Training makes its models itself: those of DistributedDataParallel get their hooks as they are made."""
+    """Registers hooks on every DistributedDataParallel that the training function creates inside the block."""
     ddp = sys.modules["torch"].nn.parallel.DistributedDataParallel
     original = ddp.__init__
 

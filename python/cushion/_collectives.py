@@ -1,12 +1,12 @@
-"""Collectives of a step that ranks run together, so that no rank waits for one that another has left.
+"""Keeps ranks from waiting in a collective for a rank that has failed and left the step.
 
-While such a step runs, every collective that Python code begins is noted before it is begun: which one, and over which
-shapes. When a rank fails, it has begun fewer of them than the others. It joins those that they have begun already, with
-zeros, so that they get out; none begins a new one, because the note says that the step has failed. What the zeros were
-added to is thrown away with the try.
+While ranks run a step together, each rank records every collective that Python code begins, with its shapes, before it
+begins. A rank that fails has begun fewer collectives than the others. It joins the missing ones with zeros, so that the
+other ranks return from them. No rank begins a new collective after that: the board says that the try has failed. The
+results that the zeros went into are discarded with the try.
 
-All collectives of `torch.distributed` go through the methods of its ProcessGroup, and so do FSDP2's. DDP's reducer is
-in C++; a communication hook in Python brings its reductions here, too (_wrapped.py)."""
+All collectives of `torch.distributed`, and those of FSDP2, go through the methods of its ProcessGroup. DDP's reducer is
+in C++; a communication hook in Python (_wrapped.py) makes its reductions go through these methods too."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ _METHODS = (
 )
 
 
-# Ranks wait for each other at nearly every collective, so none is behind by more than a step's.
+# Ranks wait for each other at nearly every collective, so no rank is behind by this many.
 _MOST_NOTES = 10_000
 
 
 class LeftStep(RuntimeError):
-    """Another rank has failed: this one leaves the step before it begins another collective."""
+    """Another rank has failed: this rank ends the step before it begins another collective."""
 
 
 class Board:
-    """The collectives that this rank has begun in the current try, and whether the try is lost.
+    """The collectives that this rank has begun in the current try, and whether the try has failed on some rank.
 
-    Tries are counted alike on every rank: an alarm may come before this rank has begun the try that it is about."""
+    Every rank counts tries in the same way: an alarm may arrive before this rank has begun the try that it names."""
 
     def __init__(self, own_group: Any) -> None:
         self._own_group = own_group
         self._lock = threading.Lock()
         self._begun: list[dict[str, Any]] = []
-        #: notes of a long try that no rank can be behind by so many
+        #: how many of the oldest notes were dropped: no rank can be that far behind
         self._dropped = 0
-        #: a collective that C++ begins after the last one, and whether it has
+        #: the note of a collective that C++ code begins after the last one, and a function that tells whether it has
         self._to_follow: Any = None
         self._expected: Any = None
         self._frozen = False
@@ -51,7 +51,7 @@ class Board:
         self.turn = 0
 
     def open(self) -> None:
-        """A try begins, on this thread."""
+        """Begins a try, on the calling thread."""
         _patch()
         with self._lock:
             self.turn += 1
@@ -61,13 +61,12 @@ class Board:
         _open_boards.append(self)
 
     def close(self) -> None:
-        """The try is over: collectives are noted no more."""
+        """Ends the try: collectives are no longer recorded."""
         if self in _open_boards:
             _open_boards.remove(self)
 
     def freeze(self, turn: int) -> tuple[int, list[dict[str, Any]]]:
-        """A try is lost: no collective of it is begun any more. Returns the latest that were begun, and how many were
-        before those."""
+        """Marks a try as failed: it begins no further collective. Returns the number of dropped notes, and the rest."""
         with self._lock:
             self._lost = max(self._lost, turn)
             self._frozen = self.turn <= self._lost
@@ -78,7 +77,7 @@ class Board:
         return self._frozen
 
     def begin(self, group: Any, method: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        """Notes a collective, unless the try is lost: then it must not be begun. Returns the note."""
+        """Records a collective that is about to begin, and returns the note. Raises LeftStep if the try has failed."""
         if group is self._own_group or not self._is_of_the_step():
             return None
         note = {"group": group.group_name, "method": method, "arguments": _describe((list(arguments), keywords))}
@@ -95,19 +94,19 @@ class Board:
         return note
 
     def did_not_begin(self, note: Any) -> None:
-        """A collective failed before it was begun: the other ranks wait for this one to join it."""
+        """Removes the note of a collective that failed before it began: the other ranks still wait in it."""
         with self._lock:
             gone = (note, self._to_follow[0] if self._follows() else note)
             self._begun = [it for it in self._begun if it is not gone[0] and it is not gone[1]]
 
     def will_follow(self, group: Any, method: str, arguments: tuple[Any, ...], has_begun: Callable[[], bool]) -> None:
-        """The next collective is followed by this one in C++, unless this rank fails before it. Both are noted at once:
-        an alarm cannot come between them."""
+        """Announces a collective that C++ code begins right after the next one, unless this rank fails before. Both are
+        recorded together, so that an alarm cannot arrive between them."""
         note = {"group": group.group_name, "method": method, "arguments": _describe((list(arguments), {}))}
         self._expected = (note, has_begun)
 
     def count(self) -> int:
-        """How many collectives of a try that is lost this rank has really begun."""
+        """Returns how many collectives of a failed try this rank has really begun."""
         with self._lock:
             missing = self._follows() and not self._to_follow[1]()
             return self._dropped + len(self._begun) - int(missing)
@@ -116,16 +115,19 @@ class Board:
         return self._to_follow is not None and self._begun[-1:] == [self._to_follow[0]]
 
     def _is_of_the_step(self) -> bool:
-        """Threads that Python did not start are autograd's; a thread of the program has collectives of its own."""
-        ident = threading.get_ident()
-        if ident == self._step_thread:
-            return True
-        thread = threading._active.get(ident)  # type: ignore[attr-defined]
-        return thread is None or isinstance(thread, threading._DummyThread)
+        """Returns whether the calling thread works for the step. Other threads of the program have their own
+        collectives."""
+        return threading.get_ident() == self._step_thread or is_autograd_thread()
+
+
+def is_autograd_thread() -> bool:
+    """Returns whether the calling thread was not started by Python. Autograd starts such threads."""
+    thread = threading._active.get(threading.get_ident())  # type: ignore[attr-defined]
+    return thread is None or isinstance(thread, threading._DummyThread)
 
 
 def join(note: dict[str, Any]) -> bool:
-    """Takes part in a collective with zeros; false if this rank is no member of its group."""
+    """Joins a collective with zeros. Returns False if this rank is not a member of its group."""
     torch = sys.modules["torch"]
     groups = list(torch.distributed.distributed_c10d._world.pg_map)
     group = next((it for it in groups if it.group_name == note["group"]), None)
@@ -140,27 +142,27 @@ def join(note: dict[str, Any]) -> bool:
 
 
 def _as_this_rank(torch: Any, group: Any, method: str, arguments: list[Any]) -> None:
-    """Some collectives take other arguments on each rank: turns those of the rank that noted it into this one's."""
+    """Converts the arguments of the rank that made the note into those of this rank, if the collective needs that."""
     rank = group.rank()
     if method == "allgather":
         arguments[1] = [torch.zeros_like(outputs[rank]) for outputs in arguments[0]]
     elif method == "reduce_scatter":
         arguments[0] = [torch.zeros_like(inputs[rank]) for inputs in arguments[1]]
     elif method in ("gather", "scatter"):
-        # The root has one tensor for each rank beside its own.
+        # The root passes one tensor for each rank in addition to its own.
         all_at, own_at = (0, 1) if method == "gather" else (1, 0)
         is_root = arguments[2].rootRank == rank
         every = [[torch.zeros_like(own) for _ in range(group.size())] for own in arguments[own_at]]
         arguments[all_at] = every if is_root else []
     elif method == "alltoall_base" and any(len(sizes) > 0 for sizes in arguments[2:4]):
-        raise LeftStep("an all-to-all with parts of unequal sizes cannot be joined by a rank that has left it")
+        raise LeftStep("a rank that has left the step cannot join an all-to-all with unequal sizes")
 
 
 # ---- descriptions of arguments ----
 
 
 def _describe(value: Any) -> Any:
-    """Arguments of a collective as another rank can make them: tensors by their shape."""
+    """Describes the arguments of a collective so that another rank can rebuild them: tensors by shape and dtype."""
     torch = sys.modules["torch"]
     if isinstance(value, torch.Tensor):
         return ("tensor", tuple(value.shape), str(value.dtype).removeprefix("torch."), value.device.type)
@@ -176,7 +178,7 @@ def _describe(value: Any) -> Any:
     return ("options", type(value).__name__, {name: _describe(it) for name, it in options.items()})
 
 
-# What options of collectives say that matters to the other ranks.
+# The options of collectives that have to be the same on all ranks.
 _OPTIONS = ("reduceOp", "rootRank", "rootTensor")
 
 
@@ -243,8 +245,9 @@ def _noting(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _one_by_one(original: Callable[..., Any]) -> Callable[..., Any]:
-    """DDP broadcasts the buffers of its module in C++, by several collectives in one call, and a rank may fail between
-    them. While a step runs they are begun here, one for each type of tensor."""
+    """Wraps `_broadcast_coalesced`, by which DDP broadcasts the buffers of its module: in C++, with several collectives
+    in one call, and a rank may fail between them. While a step runs, the wrapper begins them in Python, one for each
+    dtype and device."""
 
     def broadcast_coalesced(group: Any, tensors: Any, buffer_size: int, src: int = 0) -> Any:
         if not _open_boards:

@@ -1,5 +1,5 @@
-"""What `gcAllocator` and `custom_cuda_allocator` share, the packages for programs written for those two: how they get
-at the engine, with PyTorch or, on simulated devices, without."""
+"""Shared by `gcAllocator` and `custom_cuda_allocator`, the packages for programs written for those two allocators:
+starts the engine, with PyTorch, or without it on simulated devices."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _started = False
 
 
 def enter(enable_logging: bool | None = None, *, without_torch: bool = False) -> None:
-    """Makes Cushion PyTorch's allocator; on simulated devices, only makes the engine ready.
+    """Makes Cushion PyTorch's allocator. On simulated devices it only starts the engine.
 
-    What somebody installed before stays as it is, except that logging is turned on or off where that is asked for.
+    If Cushion is installed already, only logging is turned on or off, if `enable_logging` is given.
 
-    :param without_torch: that the engine is ready will do where there is no PyTorch
-    :raises cushion.InstallError: if PyTorch does not let Cushion in
+    :param without_torch: without PyTorch, start only the engine instead of raising
+    :raises cushion.InstallError: if Cushion cannot become PyTorch's allocator
     """
     if simulated() or (without_torch and not _has_torch()):
         _start(enable_logging)
@@ -35,7 +35,7 @@ def _has_torch() -> bool:
 
 
 def simulated() -> bool:
-    """Whether devices are simulated; from now on they are, if `CUSHION_SIMULATE` says so."""
+    """Returns whether devices are simulated. Starts the simulation if `CUSHION_SIMULATE` is set."""
     if _cushion.is_simulated():
         return True
     if _install.is_installed():
@@ -62,7 +62,7 @@ def _start(enable_logging: bool | None) -> None:
 
 
 def flag(variable: str) -> bool | None:
-    """What a variable that is on or off says; nothing if it is not set."""
+    """Returns the value of a variable that is on or off; None if it is not set."""
     value = os.environ.get(variable, "").strip()
     if value.lower() in ("1", "true", "yes", "on"):
         return True

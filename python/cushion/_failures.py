@@ -1,4 +1,4 @@
-"""Errors that say that memory ran out: how they are recognised, and how what they hold is let go of."""
+"""Out-of-memory errors: recognises them, and releases the tensors that their frames hold."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import traceback
 
 from . import _cushion
 
-# Out of memory as a plain RuntimeError: libraries under PyTorch ask the driver, or the host, themselves.
+# Messages of out-of-memory errors that are a plain RuntimeError. They come from libraries that allocate without
+# PyTorch's allocator.
 _TEXTS = (
     "CUDA out of memory",
     "CUDA error: out of memory",
@@ -30,8 +31,9 @@ _TEXTS = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory ran out, on the GPU or on the host: PyTorch's and Cushion's own, those of the
-    CUDA driver and runtime, of cuBLAS, cuDNN, cuFFT, cuRAND, cuSOLVER, cuSPARSE, NCCL and Triton, and Python's."""
+    """Returns whether an error says that memory ran out, on the GPU or on the host. It recognises the errors of PyTorch
+    and Cushion, of the CUDA driver and runtime, of cuBLAS, cuDNN, cuFFT, cuRAND, cuSOLVER, cuSPARSE, NCCL and Triton,
+    and Python's MemoryError."""
     if isinstance(error, MemoryError):
         return True
     if not isinstance(error, RuntimeError):
@@ -46,7 +48,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def chain(error: BaseException, end: BaseException | None) -> list[BaseException]:
-    """An error with its causes and contexts, up to one that is not meant."""
+    """Returns an error with its causes and contexts, up to but without `end`."""
     found: list[BaseException] = []
     waiting: list[BaseException | None] = [error]
     while waiting:
@@ -58,8 +60,8 @@ def chain(error: BaseException, end: BaseException | None) -> list[BaseException
 
 
 def let_go(error: BaseException, end: BaseException | None) -> list[BaseException]:
-    """Clears the frames of an error and of those behind it, as `chain` has them, which it returns: they hold what was
-    made on the way to the failure. Frames that run cannot be cleared, so the `except` block has to be left before."""
+    """Clears the frames of the errors that `chain` returns, and returns these errors. The frames hold the tensors of
+    the failed call. Running frames cannot be cleared, so call this after the `except` block."""
     found = chain(error, end)
     for one in found:
         traceback.clear_frames(one.__traceback__)
@@ -67,7 +69,7 @@ def let_go(error: BaseException, end: BaseException | None) -> list[BaseExceptio
 
 
 def give_back_cached() -> None:
-    """So that the next try, with other sizes, does not begin by cutting up the blocks of the one before."""
+    """Empties the cache, so that the next try, with other sizes, does not split the blocks of the try before."""
     torch = sys.modules.get("torch")
     if torch is None or _cushion.is_simulated():
         _cushion.empty_cache()
@@ -76,7 +78,7 @@ def give_back_cached() -> None:
 
 
 def was_in_backward(error: BaseException) -> bool:
-    """Whether it came out of PyTorch's backward(), which has added to some gradients by then."""
+    """Returns whether an error was raised inside PyTorch's backward(), which may have added to some gradients."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         code = frame.f_code
         if code.co_name == "backward" and code.co_filename.replace("\\", "/").endswith("torch/autograd/__init__.py"):

@@ -1,4 +1,4 @@
-"""Takes the place of PyTorch's allocator, once per process and before CUDA is used."""
+"""Makes Cushion PyTorch's allocator, once per process and before CUDA is used."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ CUDA_IN_USE = (
     "`import torch`, before the first tensor or query of the GPU, or start the program as `cushion run PROGRAM`."
 )
 RAY = (
-    " Ray Train sets the GPU of a worker before it calls the training function, so that is too late: let every worker "
-    'install Cushion as it starts, by ray.init(runtime_env={"worker_process_setup_hook": "cushion.install"}).'
+    " Ray Train sets the GPU of a worker before it calls the training function, so that is too late: install Cushion "
+    'as each worker starts, with ray.init(runtime_env={"worker_process_setup_hook": "cushion.install"}).'
 )
 
-# Once Python shuts down, nothing calls into it any more.
+# Keeps the engine from calling into Python while Python shuts down.
 atexit.register(_cushion.stop)
 
 _lock = threading.Lock()
@@ -31,7 +31,7 @@ _plugin: Any = None
 
 
 class InstallError(RuntimeError):
-    """Cushion could not take PyTorch's place; the text says why, and what to do."""
+    """Cushion could not become PyTorch's allocator; the message says why, and what to do."""
 
 
 def install(
@@ -46,28 +46,28 @@ def install(
 ) -> None:
     """Makes Cushion the allocator of PyTorch's CUDA tensors, for the rest of this process.
 
-    Call it before CUDA is used. What is not given comes from the environment (`CUSHION_POLICY`,
+    Call it before CUDA is used. An argument that is not given comes from the environment (`CUSHION_POLICY`,
     `CUSHION_LOG`, `CUSHION_CONF`, `CUSHION_RECEIPTS`, `CUSHION_INJECT`, a variable for each option, and
-    `PYTORCH_CUDA_ALLOC_CONF`), and else is the default.
+    `PYTORCH_CUDA_ALLOC_CONF`), and otherwise has its default.
 
-    A second call may come at any time. It changes what is given, option by option, and leaves everything else as it is;
-    without arguments it changes nothing. The environment is not read again. An empty text for `receipts` or `inject`
-    ends it. Another policy serves new memory; memory in use stays as it is laid out until it is given back.
+    A second call is allowed at any time. It changes only the options that are given; without arguments it changes
+    nothing. It does not read the environment again. An empty string for `receipts` or `inject` turns it off. Another
+    policy applies to new memory; memory in use keeps its layout until it is freed.
 
-    :param policy: how memory is laid out: "paged", with the least waste, which is the default; "segments", as PyTorch's
-        classic allocator does it; or "expandable", as its expandable segments
-    :param enable_logging: whether what was installed, and every shortage, survived or refused, is said on standard
+    :param policy: how memory is laid out: "paged", the default, with the least waste; "segments", as in PyTorch's
+        classic allocator; or "expandable", as with its expandable segments
+    :param enable_logging: whether the installation and every shortage, served or refused, are reported on standard
         error. Without it, shortages are still warnings of Python's logger `cushion`, for the handlers of the program's
         own logging
     :param conf: options as `key:value,key:value`, in the syntax of `PYTORCH_CUDA_ALLOC_CONF`
-    :param wait_ms: how long one request may wait for memory that can still come; 0 for nobody. `cushion.budget()` sets
-        it for a block
-    :param skip_rungs: rungs of the ladder that are left out, such as ["wait"]
+    :param wait_ms: how long one request may wait for memory that other threads may free; 0 to not wait.
+        `cushion.budget()` sets it for a block
+    :param skip_rungs: rungs of the ladder that are skipped, such as ["wait"]
     :param receipts: a file that every shortage is written to, as a line of JSON
-    :param inject: rules for failures that are made up, to test how the program takes them
+    :param inject: rules for injected failures, to test how the program handles them
     :raises InstallError: if CUDA was used already, PyTorch is missing, too old or without CUDA, or devices are
         simulated
-    :raises ValueError: if a setting is no good
+    :raises ValueError: if an option is not valid
     """
     conf = _with_options(conf, wait_ms, skip_rungs)
     receipts = None if receipts is None else os.fspath(receipts)
@@ -95,25 +95,25 @@ def _with_options(conf: str | None, wait_ms: int | None, skip_rungs: Iterable[st
 
 
 def is_installed() -> bool:
-    """Whether PyTorch's allocations go through Cushion."""
+    """Returns whether Cushion is PyTorch's allocator."""
     return _plugin is not None
 
 
 def simulate(size: str | int) -> None:
-    """Devices are simulated from now on: the engine works as on a GPU, on addresses that nobody can follow.
+    """Simulates devices from now on: the engine works as on a GPU, with addresses that have no memory behind them.
 
-    For tests, and for trying things out where there is no GPU. As many devices as are asked for are there. PyTorch
-    cannot use such memory, so `install()` refuses afterwards. The variable `CUSHION_SIMULATE` does the same.
+    For tests, and for machines without a GPU. Every device index is valid. PyTorch cannot use simulated memory, so
+    `install()` raises afterwards. The variable `CUSHION_SIMULATE` does the same.
 
     :param size: the memory of each device: "16GiB", "8GB" or a number of bytes
-    :raises ValueError: if that is no size
+    :raises ValueError: if `size` is not a size
     :raises RuntimeError: if a device is in use already
     """
     with _lock:
         if _plugin is not None:
             raise InstallError(
-                "PyTorch uses Cushion on its GPUs already, and devices can be simulated only before: call "
-                "cushion.simulate() first, in a process of its own"
+                "PyTorch uses Cushion on its GPUs already, and devices can be simulated only in a process where it "
+                "does not: call cushion.simulate() in another process"
             )
         _cushion.simulate(str(size))
 
@@ -122,8 +122,8 @@ def _take_over(settings: _cushion.Settings) -> None:
     global _plugin
     if settings.simulate is not None or _cushion.is_simulated():
         raise InstallError(
-            "PyTorch cannot use simulated memory, and devices are simulated in this process: leave "
-            "cushion.simulate() and CUSHION_SIMULATE away to use a GPU"
+            "PyTorch cannot use simulated memory, and devices are simulated in this process: remove "
+            "cushion.simulate() and CUSHION_SIMULATE to use a GPU"
         )
     torch = _usable_torch()
     plugin = torch.cuda.memory.CUDAPluggableAllocator(_cushion.__file__, "cushion_alloc", "cushion_free")
@@ -136,15 +136,15 @@ def _take_over(settings: _cushion.Settings) -> None:
         torch.cuda.memory.change_current_allocator(plugin)
     except RuntimeError as error:
         raise InstallError(
-            f"PyTorch does not let Cushion in: {error}. Another allocator was installed in this process "
-            "before; only one can be, and the first stays."
+            f"PyTorch does not accept Cushion as its allocator: {error}. Another allocator was installed in this "
+            "process before; PyTorch takes only one, and keeps the first."
         ) from error
-    # From here on there is no way back.
+    # PyTorch cannot change its allocator back from here on.
     _plugin = plugin
     _patches.apply(torch)
     _streams.apply(torch)
     _receipts.apply()
-    # Warnings last: a program may have made errors of them.
+    # Warnings come last: a program may have turned them into errors.
     _limits.apply(torch)
     if raised != "torch.OutOfMemoryError":
         warnings.warn(f"PyTorch {torch.__version__} gets a {raised} when memory runs out", stacklevel=3)
@@ -156,7 +156,7 @@ def _usable_torch() -> Any:
     except ImportError as error:
         raise InstallError("cushion.install() needs PyTorch, which cannot be imported: install it first") from error
     if _patches.version(torch) < OLDEST_TORCH:
-        raise InstallError(f"PyTorch {torch.__version__} is too old for Cushion: it takes 2.3 or later")
+        raise InstallError(f"PyTorch {torch.__version__} is too old for Cushion, which needs 2.3 or later")
     if getattr(torch.version, "hip", None):
         raise InstallError(f"PyTorch {torch.__version__} is built for ROCm, and Cushion is for CUDA")
     if torch.version.cuda is None:
@@ -170,7 +170,7 @@ def _usable_torch() -> Any:
 
 
 def _keep_backend_from_torch(settings: _cushion.Settings) -> None:
-    """PyTorch compares `backend` of its variable with the allocator in force, and stops where they differ."""
+    """Removes `backend` from PyTorch's variable: PyTorch raises if it differs from the allocator in use."""
     if settings.torch_variable is not None:
         name, conf = settings.torch_variable
         if os.environ.get(name) != conf:

@@ -1,4 +1,4 @@
-"""What `cushion.retry` learns of a step: which size was too large, and how often it was run."""
+"""What `cushion.retry` remembers of a step: the size that was too large, and counts of calls and tries."""
 
 from __future__ import annotations
 
@@ -8,26 +8,25 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-# After so many calls in smaller parts the whole is tried again.
+# After this many calls in smaller parts the whole batch is tried again.
 FIRST_PATIENCE = 16
 
 
 class Known:
-    """The smallest size that was out of memory.
+    """The smallest size that ran out of memory.
 
-    A shortage may pass. So what was too large is tried again after a while, each time after twice as long: a step that
-    never fits again loses less and less by it. Once a step has run whole, that is forgotten too, and the next shortage
-    is met as the first was."""
+    A shortage may pass, so a size that was too large is tried again after a number of calls. The number doubles each
+    time, so that a step that never fits again loses little. Once a step has run whole, the number starts over."""
 
     def __init__(self) -> None:
         self.too_large: int | None = None
-        #: whether the arguments of the step and what it returns were looked at
+        #: whether the arguments and the result of the step were checked
         self.is_checked = False
         self._calm = 0
         self._patience = FIRST_PATIENCE
 
     def failed(self, size: int) -> None:
-        # Without tensors there is no size to know again.
+        # Arguments without tensors have no size to compare.
         if size > 0:
             known = self.too_large
             self.too_large = size if known is None else min(known, size)
@@ -47,12 +46,12 @@ class Known:
             self._patience *= 2
 
     def forget(self) -> None:
-        """The next call begins with the whole batch."""
+        """Makes the next call begin with the whole batch."""
         self.too_large = None
 
 
 _lock = threading.Lock()
-# By owner, then by function: a bound method is made anew whenever it is named, and its parts last.
+# By owner, then by function: Python creates a bound method at each access, but its owner and function stay.
 _known: weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[Any, Known]] = weakref.WeakKeyDictionary()
 
 
@@ -67,7 +66,7 @@ def known_of(step: Callable[..., Any]) -> Known:
                 known = of_owner[function] = Known()
             return known
     except TypeError:
-        # It cannot be hashed or referred to weakly: what is learnt is for this call alone.
+        # The step cannot be hashed or weakly referenced: what is learnt applies to this call only.
         return Known()
 
 
@@ -93,6 +92,7 @@ totals = Counts()
 
 
 def retry_stats() -> dict[str, int]:
-    """What `cushion.retry` did in this process: `calls`; `tries`, all of them together; `retried`, the calls that took
-    more than one try; `split`, those that ended in more than one part; `gave_up`, those that ended out of memory."""
+    """Returns counts of what `cushion.retry` did in this process: `calls`; `tries` of all calls together; `retried`,
+    the calls with more than one try; `split`, the calls that ended in several parts; `gave_up`, the calls that ended
+    out of memory."""
     return totals.read()

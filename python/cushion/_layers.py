@@ -1,7 +1,8 @@
 """Layers and losses whose result for one sample depends on the whole batch, such as BatchNorm in training.
 
-Parts of a batch give other numbers there, so `cushion.retry` does not split a step that uses one. They are looked for
-in the modules that `grads=` names, and in those that the step itself names: a loss is often a module of its own."""
+Such a layer computes other numbers for parts of a batch, so `cushion.retry` does not split a step that uses one. It
+looks for them in the modules given as `grads=`, and in those that the step refers to: a loss is often a separate
+module."""
 
 from __future__ import annotations
 
@@ -18,23 +19,24 @@ _LOSSES = frozenset(
     ("ClipLoss", "SigLipLoss", "CoCaLoss", "NTXentLoss", "NT_Xent", "SupConLoss", "InfoNCE", "BarlowTwinsLoss")
     + ("VICRegLoss", "MultipleNegativesRankingLoss")
 )
-# Layers and models that do so in training.
+# Layers and models that compare samples in training only.
 _IN_TRAINING = frozenset(("CLIPModel", "SiglipModel", "InPlaceABN"))
-# How many functions deep a step is followed to the modules that it names.
+# How many levels of functions and containers are searched for the modules that a step refers to.
 _DEEP = 4
-# How many values of a list or a dict are looked at: models come in short ones, and data in long ones.
+# How many values of a list or a dict are searched: a list of models is short, and a list of data is long.
 _WIDE = 64
 
 
 class Layers:
-    """The layers of a step that see the whole batch. They are looked for once, unless told to look again."""
+    """The layers of a step that see the whole batch. They are searched for once, unless `look_again` is set."""
 
     def __init__(self, step: Callable[..., Any]) -> None:
         self._step = step
         self._found: list[tuple[str, weakref.ref[Any]]] | None = None
 
     def names(self, modules: list[Any], look_again: bool = False) -> list[str]:
-        """Those that depend on the whole batch as they are set now, in the step or in these modules."""
+        """Returns the names of the layers, in the step or in `modules`, that depend on the whole batch in their present
+        mode."""
         if self._found is None or look_again:
             found: dict[int, tuple[str, Any]] = {}
             for root in (*modules, *modules_of(self._step)):
@@ -64,29 +66,28 @@ def _is_batch_norm(kind: type) -> bool:
 
 
 def _depends_now(layer: Any) -> bool:
-    # A loss compares samples in evaluation, too. Batch norm then divides by what it has learnt, if it has learnt
-    # anything.
+    # A loss compares samples in evaluation too. Batch norm in evaluation uses its running statistics, if it has any.
     kind = type(layer)
     always = _is_loss(kind) or (_is_batch_norm(kind) and getattr(layer, "running_mean", None) is None)
     return always or bool(layer.training)
 
 
-# ---- the modules that a step names ----
+# ---- the modules that a step refers to ----
 
 
 def modules_among(values: Iterable[Any]) -> list[Any]:
-    """Those of some values that are modules."""
+    """Returns the values that are modules."""
     module_class = _module_class()
     return [] if module_class is None else [it for it in values if issubclass(type(it), module_class)]
 
 
 def _module_class() -> Any:
-    # Another thread may be importing PyTorch.
+    # PyTorch may be imported only in part, by another thread.
     return getattr(getattr(sys.modules.get("torch"), "nn", None), "Module", None)
 
 
 def modules_of(step: Callable[..., Any] | None) -> list[Any]:
-    """The modules that a step names: itself, its owner, what it closes over, globals and attributes of those."""
+    """Returns the modules that a step refers to: itself, its owner, its closure, its globals, and their attributes."""
     module_class = _module_class()
     if module_class is None or step is None:
         return []
@@ -96,19 +97,20 @@ def modules_of(step: Callable[..., Any] | None) -> list[Any]:
 
 
 class _Looking:
-    """Follows values by the names that functions use them by: an attribute that no function names is not used."""
+    """Searches values for modules. It follows only attributes whose name occurs in the code of a function: the step
+    does not use others."""
 
     def __init__(self, module_class: type) -> None:
         self._module_class = module_class
         self.found: dict[int, Any] = {}
-        # With what was looked at, so that no other object gets its id meanwhile.
+        # The values are kept alive here, so that no other object gets the same id.
         self._seen: dict[tuple[int, frozenset[str]], Any] = {}
 
     def at(self, value: Any, names: frozenset[str], deep: int) -> None:
         if deep == 0 or (id(value), names) in self._seen:
             return
         self._seen[id(value), names] = value
-        # By their types: an object that stands for another may do anything when asked for its class.
+        # type() instead of isinstance(): the `__class__` of a proxy object may run any code.
         kind = type(value)
         if issubclass(kind, self._module_class):
             self.found[id(value)] = value
@@ -129,7 +131,7 @@ class _Looking:
             self.at(value, names, deep - 1)
 
     def _function(self, function: Any, owner: Any, deep: int) -> None:
-        # PyTorch's own functions name none of the program's modules.
+        # PyTorch's own functions do not refer to modules of the program.
         if type(function) is types.FunctionType and (function.__module__ or "").partition(".")[0] != "torch":
             names = _names_in(function.__code__)
             named = [function.__globals__[name] for name in names if name in function.__globals__]

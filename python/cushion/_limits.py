@@ -1,6 +1,6 @@
-"""What an allocator that PyTorch loads as a plug-in cannot do. PyTorch's own errors there name a C++ class and
-stop. Here the program goes on without, and one warning says what that means for it; where it cannot go on without,
-an error says what does not work and the way out."""
+"""Features of PyTorch that do not work with an allocator loaded as a plug-in. PyTorch's own errors there name only a
+C++ class. Here the feature is turned off with one warning; if the program cannot go on without it, an error says what
+does not work and what to do instead."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from types import FrameType
 from typing import Any, NoReturn
 
 MEM_POOL = (
-    "torch.cuda.MemPool() does not work with Cushion: PyTorch offers its own memory pools to its own allocator "
-    "only. Leave the pool out, or run this program without Cushion. CUDA graphs and their pools "
+    "torch.cuda.MemPool() does not work with Cushion: PyTorch supports memory pools with its own allocator "
+    "only. Remove the pool, or run this program without Cushion. CUDA graphs and their pools "
     "(torch.cuda.graph_pool_handle()) do work."
 )
 CUDNN_BENCHMARK = (
-    "torch.backends.cudnn.benchmark stays False with Cushion: PyTorch's search for the fastest convolution asks its "
-    "own allocator a question that no plug-in can answer. cuDNN chooses by its own rules: results are as good, and "
-    "convolutions may be slower. Leave the setting out to be rid of this warning, or run this program without Cushion."
+    "torch.backends.cudnn.benchmark stays False with Cushion: PyTorch's search for the fastest convolution calls a "
+    "function of its own allocator that plug-ins do not have. cuDNN chooses by its own rules: results are as good, and "
+    "convolutions may be slower. Remove the setting to avoid this warning, or run this program without Cushion."
 )
 IPC = (
     "CUDA tensors cannot be sent to another process with Cushion: PyTorch shares memory of its own allocator "
-    "only. Send tensor.cpu(), or run this program without Cushion."
+    "only. Send tensor.cpu() instead, or run this program without Cushion."
 )
 COMPILED_GRAPHS = (
-    'torch.compile uses no CUDA graphs with Cushion (mode="reduce-overhead" and "max-autotune" ask for them): PyTorch '
-    "keeps its graph trees in its own allocator. The code is compiled as without them: results are the same, and small "
-    'models may be slower. Use mode="default" or "max-autotune-no-cudagraphs" to be rid of this warning, or run this '
+    'torch.compile uses no CUDA graphs with Cushion (mode="reduce-overhead" and "max-autotune" enable them): PyTorch '
+    "keeps its graph trees in its own allocator. The code is compiled without graphs: results are the same, and small "
+    'models may be slower. Use mode="default" or "max-autotune-no-cudagraphs" to avoid this warning, or run this '
     "program without Cushion. torch.cuda.graph() and make_graphed_callables() do work."
 )
 GRAPH_TREES = (
-    "torch.compile with CUDA graphs does not work with Cushion by this way: PyTorch keeps its graph trees in its own "
-    'allocator. Use torch.compile with backend="inductor", which leaves the graphs out, or run this program without '
-    "Cushion. torch.cuda.graph() and make_graphed_callables() do work."
+    "torch.compile with CUDA graphs does not work with Cushion through this backend: PyTorch keeps its graph trees in "
+    'its own allocator. Use torch.compile with backend="inductor", which then compiles without graphs, or run this '
+    "program without Cushion. torch.cuda.graph() and make_graphed_callables() do work."
 )
 CUDAGRAPHS = "triton.cudagraphs"
 
@@ -65,7 +65,7 @@ def _refusing(text: str) -> Callable[..., NoReturn]:
 
 
 def _warn(text: str) -> None:
-    """Once in a process, in the name of the first caller that is neither PyTorch nor Cushion."""
+    """Warns once per process, at the line of the first caller that is neither PyTorch nor Cushion."""
     if text in _warned:
         return
     _warned.add(text)
@@ -84,18 +84,19 @@ def _keep_cudnn_benchmark_off(torch: Any) -> None:
     original = torch._C._set_cudnn_benchmark
 
     def set_benchmark(value: bool) -> None:
-        # PyTorch's own refuses what is no bool.
+        # PyTorch's own function raises if the value is not a bool.
         original(False if value is True else value)
         if value:
             _warn(CUDNN_BENCHMARK)
 
     torch._C._set_cudnn_benchmark = set_benchmark
-    # The module's property holds the function it was made with.
+    # The module's property keeps a reference to the original function.
     type(torch.backends.cudnn).__dict__["benchmark"].setter = set_benchmark
 
 
 def _compile_without_graphs(wrapper: Any) -> None:
-    """`torch.compile` makes one of these with what its mode and options ask for, and calls it to compile."""
+    """Turns CUDA graphs off in `wrapper`, the class that `torch.compile` creates from its mode and options, and calls
+    to compile."""
     make, call = wrapper.__init__, wrapper.__call__
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -103,7 +104,7 @@ def _compile_without_graphs(wrapper: Any) -> None:
         _leave_out_graphs(self.config, False)
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # The setting of the whole process may have changed since.
+        # The setting of the whole process may have changed since __init__.
         config = importlib.import_module("torch._inductor.config")
         _leave_out_graphs(self.config, config.triton.cudagraphs)
         return call(self, *args, **kwargs)

@@ -1,11 +1,11 @@
 """Messages, through Python's logger `cushion`.
 
-Every shortage is a warning of that logger, for whatever handlers the program's own logging has, as other libraries'
-are; where it has none, nothing is said. `enable_logging` adds standard error, and lets other messages through too.
+Every shortage is a warning of that logger, for the handlers of the program's own logging; without handlers nothing is
+written. `enable_logging` adds a handler for standard error, and lets messages of level INFO through too.
 
-Who listens can change at any time, and Python tells nobody. So it is looked up at each shortage, which takes Python's
-lock on the thread that was short of memory. That thread holds no lock of Cushion's then, and gives up where Python's
-lock does not change hands for a second (`attach_within` of the Rust half)."""
+Handlers can change at any time without notice, so they are looked up at each shortage. That takes Python's lock on the
+thread that was short of memory. The thread holds no lock of Cushion at that point, and drops the message if it cannot
+get Python's lock within a second (`attach_within` in the Rust code)."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ logger.addHandler(logging.NullHandler())
 
 _lock = threading.Lock()
 _handler: logging.Handler | None = None
-# The logger's level before messages were asked for.
+# The logger's level before `enable(True)`.
 _level_before = logging.NOTSET
 
 
 class _ToStandardError(logging.StreamHandler):  # type: ignore[type-arg]
-    """To what standard error is at that moment, unless another handler shows it there."""
+    """Writes to the present `sys.stderr`, unless another handler writes the message there."""
 
     def emit(self, record: logging.LogRecord) -> None:
         others = (handler for handler in _handlers() if handler is not self and handler.level <= record.levelno)
@@ -37,7 +37,7 @@ class _ToStandardError(logging.StreamHandler):  # type: ignore[type-arg]
 
 
 def _handlers() -> Iterator[logging.Handler]:
-    """Those that get the logger's messages."""
+    """Returns the handlers that get the logger's messages."""
     current: logging.Logger | None = logger
     while current is not None:
         yield from current.handlers
@@ -45,13 +45,13 @@ def _handlers() -> Iterator[logging.Handler]:
 
 
 def _is_on_standard_error(handler: logging.Handler) -> bool:
-    # A program may have put something of its own in standard error's place since the handler was made.
+    # The program may have replaced sys.stderr since the handler was created.
     stream = getattr(handler, "stream", None)
     return stream is not None and (stream is sys.stderr or stream is sys.__stderr__)
 
 
 def enable(wanted: bool) -> None:
-    """Messages go to standard error from now on, or no longer."""
+    """Starts or stops writing messages to standard error."""
     global _handler, _level_before
     with _lock:
         if wanted and _handler is None:
@@ -67,13 +67,13 @@ def enable(wanted: bool) -> None:
 
 
 def _is_heard() -> bool:
-    """Whether a warning now would reach anybody."""
+    """Returns whether a handler would get a warning."""
     wanted = (it for it in _handlers() if it.level <= logging.WARNING and not isinstance(it, logging.NullHandler))
     return logger.isEnabledFor(logging.WARNING) and any(True for _ in wanted)
 
 
 def _say(text: str) -> None:
-    """One warning for each shortage, whatever number of tries it took."""
+    """Logs one warning for a shortage, given its receipt as JSON."""
     if not _is_heard():
         return
     receipt = from_json(text)

@@ -1,4 +1,4 @@
-"""Memory in other ways than `torch.empty`: as much as fits, as a future, and ahead of time."""
+"""Ways to allocate other than `torch.empty`: as much as fits, as a future, and ahead of time."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _T = TypeVar("_T")
 
 
 class Memory:
-    """Bytes of a device that are no tensor's. They go back when nobody has this object, or a tensor made of it, any
-    more.
+    """Bytes of device memory that do not belong to a tensor. They are freed when this object, and every tensor made
+    from it, is gone.
 
-    `alloc_future` and `alloc_async` make it, and nothing else does: the object is the owner of its bytes, so that two
-    of them for one address would give it back twice, the second time from under whoever has it then. It cannot be
-    copied or pickled for that reason: hand on the object itself, or copy the bytes with `memory.tensor().clone()`."""
+    Only `alloc_future` and `alloc_async` create it. The object owns its bytes: two objects for one address would free
+    it twice, the second time under its next owner. Therefore it cannot be copied or pickled: pass the object itself, or
+    copy the bytes with `memory.tensor().clone()`."""
 
     __slots__ = ("__weakref__", "_address", "_device", "_nbytes")
     _address: int
@@ -30,13 +30,13 @@ class Memory:
 
     def __init__(self, *_args: Any, **_kwargs: Any) -> None:
         raise TypeError(
-            "cushion.Memory is made by cushion.alloc_future() and cushion.alloc_async() alone: knowing an address "
-            "is not owning its memory"
+            "cushion.Memory is created only by cushion.alloc_future() and cushion.alloc_async(): an object made from "
+            "an address would not own its memory"
         )
 
     @classmethod
     def _own(cls, address: int, nbytes: int, device: int) -> Memory:
-        """The owner of what was just allocated."""
+        """Returns the owner of memory that was just allocated."""
         memory = cls.__new__(cls)
         memory._address, memory._nbytes, memory._device = address, nbytes, device
         return memory
@@ -58,8 +58,8 @@ class Memory:
         return {"shape": (self._nbytes,), "typestr": "|u1", "data": (self._address, False), "version": 3}
 
     def tensor(self, dtype: Any = None) -> Any:
-        """A tensor of one dimension over this memory, which it keeps; `float32` if no dtype is given. Bytes past the
-        last whole element are left out."""
+        """Returns a tensor of one dimension over this memory, which it keeps alive; `float32` by default. Bytes after
+        the last whole element are not part of it."""
         torch = _tensors.torch_with_gpu("Memory.tensor()")
         dtype = _tensors.dtype_of(torch, dtype)
         size = dtype.itemsize if hasattr(dtype, "itemsize") else torch.empty(0, dtype=dtype).element_size()
@@ -78,7 +78,7 @@ class Memory:
     def __deepcopy__(self, _memo: Any) -> Any:
         self._refuse_copy("copied")
 
-    # Asked before `__reduce__`, so that one of a subclass does not get round it.
+    # Python calls this before `__reduce__`, which a subclass might define.
     def __reduce_ex__(self, _protocol: Any) -> Any:
         self._refuse_copy("pickled")
 
@@ -88,13 +88,13 @@ class Memory:
     def _refuse_copy(self, what: str) -> NoReturn:
         raise TypeError(
             f"cushion.Memory cannot be {what}: the {self._nbytes} bytes at {self._address:#x} of device {self._device} "
-            "would have two owners, and be given back twice. Hand on the object itself, or copy its bytes: "
+            "would have two owners, and be freed twice. Pass the object itself, or copy its bytes: "
             "memory.tensor().clone()"
         )
 
     def __del__(self) -> None:
-        # What was never made owns nothing. At the end of Python nothing is there any more, and the process gives
-        # everything back.
+        # An object whose __init__ raised owns nothing. While Python shuts down, the memory is left to the end of the
+        # process.
         address = getattr(self, "_address", 0)
         if address and not sys.is_finalizing():
             _cushion.deallocate(address)
@@ -104,8 +104,8 @@ class Memory:
 
 
 def prefetch(size: str | int, device: Any = None) -> None:
-    """Gets memory from the driver now, rather than in the middle of something: afterwards one request of this size on
-    the current stream is served from what is cached. What there is no room for is won as for an allocation.
+    """Gets memory from the driver ahead of time: afterwards one request of this size on the current stream is served
+    from the cache. If memory is short, the ladder is tried as for an allocation.
 
     :param size: "8GiB", "500MB" or a number of bytes
     :raises torch.OutOfMemoryError: if it does not fit
@@ -116,7 +116,7 @@ def prefetch(size: str | int, device: Any = None) -> None:
 
 
 def _require_cushion(call: str) -> None:
-    """Beside PyTorch's own allocator, what is made ready here would only be taken from it."""
+    """Raises if PyTorch uses another allocator: memory that Cushion holds would be missing there."""
     if _tensors.torch_in_use() is not None and not _install.is_installed():
         raise RuntimeError(f"{call} is for programs whose PyTorch uses Cushion: call cushion.install() first")
 
@@ -129,12 +129,13 @@ def _bytes(size: str | int) -> int:
 
 
 def alloc_future(size: str | int, *, dtype: Any = None, device: Any = None) -> Future[Any]:
-    """Memory as a `concurrent.futures.Future`: no thread waits for it. Requests are served in the order of asking, as
-    threads are, within the same budget.
+    """Allocates memory as a `concurrent.futures.Future`, without a waiting thread. Requests, of threads and of futures,
+    are served in the order in which they were made, and wait at most as long as `cushion.budget()` allows.
 
-    `cancel()` gives its place back, as long as it is not done.
+    `cancel()` gives up the place in the queue, as long as the future is not done.
 
-    :param size: with a dtype, the number of elements of a tensor; else bytes, or "8GiB", of a `Memory`
+    :param size: with a dtype, the number of elements of a tensor; otherwise the bytes of a `Memory`, as a number or
+        "8GiB"
     :param dtype: of the tensor
     """
     _require_cushion("cushion.alloc_future()")
@@ -143,7 +144,7 @@ def alloc_future(size: str | int, *, dtype: Any = None, device: Any = None) -> F
     future: Future[Any] = Future()
 
     def done(address: int | None, why: str | None, out_of_memory: bool) -> None:
-        # Nobody else has it: if it is not wanted any more it goes back here.
+        # This is the only reference: if the future was cancelled, the memory is freed on return.
         memory = None if address is None else Memory._own(address, nbytes, index)
         if not future.set_running_or_notify_cancel():
             return
@@ -162,7 +163,7 @@ def alloc_future(size: str | int, *, dtype: Any = None, device: Any = None) -> F
 
 
 async def alloc_async(size: str | int, *, dtype: Any = None, device: Any = None) -> Any:
-    """As `alloc_future`, to be awaited. A task that is cancelled while it waits gives its place back."""
+    """As `alloc_future`, as a coroutine. A task that is cancelled while it waits gives up its place in the queue."""
     return await asyncio.wrap_future(alloc_future(size, dtype=dtype, device=device))
 
 
@@ -181,11 +182,11 @@ def _wanted(size: str | int, dtype: Any) -> tuple[int, Callable[[Memory], Any]]:
 def allocate_tensor(
     elements: int, *, min_elements: int = 1, factor: float = 0.7, dtype: Any = None, device: Any = None
 ) -> Any:
-    """A tensor of one dimension, not filled: of `elements` elements, or of as many as fit. `tensor.numel()` says how
-    many; fewer than asked for is a warning of the logger `cushion`, too.
+    """Returns an uninitialized tensor of one dimension, of `elements` elements or of as many as fit. If there are
+    fewer, `tensor.numel()` tells, and the logger `cushion` warns.
 
-    Where it does not fit, `factor` times as many are tried, and so on down to `min_elements`. Only the first try waits
-    for memory that others may give back.
+    If the tensor does not fit, `factor` times as many elements are tried, and so on down to `min_elements`. Only the
+    first try waits for memory that other threads may free.
 
     :raises torch.OutOfMemoryError: if `min_elements` do not fit
     """
@@ -212,8 +213,8 @@ def largest(
     *,
     first_budget_ms: float | None = None,
 ) -> _T:
-    """What `make` makes of `count`, or of the first smaller number that fits. `smaller` is told the number that did
-    not, and how many tries there were; nothing ends it."""
+    """Returns `make(count)`, or what `make` returns for the first smaller number that fits. `smaller` is called with
+    the number that did not fit and the number of tries; it returns the next number, or None to give up."""
     asked, tries = count, 0
     try:
         with _receipts.Expecting():

@@ -1,11 +1,11 @@
-"""What notices that a tensor which is away is used, and brings it back first.
+"""Notices the use of a tensor that is on the host ("away"), and brings it back first.
 
-PyTorch does not know that the memory of a tensor can be elsewhere: an operation would read address zero, and a file
-would be written without the numbers. So while a tensor is away it has another class, which brings the tensors back
-before anything is done with them, and so has its storage. Modules bring them back before their forward pass, for code
-that is not in Python or that is compiled. When everything is back, nothing of this is left.
+PyTorch does not know that the memory of a tensor can be on the host: an operation would read address zero, and a saved
+file would lack the numbers. Therefore a tensor that is away, and its storage, have another class, which brings the
+tensors back before anything is done with them. Modules bring them back before their forward pass, for code that is not
+in Python or that is compiled. All of this is removed when the tensors are back.
 
-The other half is `in_use`: what a call that is under way works on does not leave in the middle of it."""
+`in_use` prevents the opposite: it tells whether a running call works on a tensor that is about to be moved."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from types import CodeType, FrameType
 from typing import Any
 
-# What these tell is not in the memory of a tensor.
+# These can be called without the memory of a tensor.
 _ATTRIBUTES = """_backward_hooks _grad _post_accumulate_grad_hooks _version device dtype grad grad_fn is_cpu is_cuda
     is_leaf is_meta is_mkldnn is_mps is_nested is_quantized is_sparse is_sparse_csr is_xpu itemsize layout name names
     nbytes ndim output_nr requires_grad retains_grad shape""".split()
@@ -32,20 +32,20 @@ _OF_STORAGE = {"_cdata", "__class__", "__dict__", "__weakref__", "_weak_ref", "d
 class Guard:
     """Guards the tensors of one offloader while they are away.
 
-    :param offloader: a `with` block of it has the tensors back, and keeps them; `back()` only brings them back
+    :param offloader: its `back()` brings the tensors back; a `with` block of it also keeps them on the GPU
     """
 
     def __init__(self, offloader: Any) -> None:
         self._offloader = offloader
         self._classes: dict[type, type] = {}
-        # By id, and on how many storages that are away.
+        # By id: the tensor, and how many of its storages are away.
         self._tensors: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._hooks: list[tuple[weakref.ref[Any], Any]] = []
 
     # ---- tensors ----
 
     def can_guard(self, tensor: Any) -> bool:
-        """Whether a tensor can have another class: Python has the last word."""
+        """Returns whether Python allows the class of a tensor to be changed. Tries it."""
         original = type(tensor)
         if original in self._classes or is_guarded(tensor):
             return True
@@ -58,13 +58,13 @@ class Guard:
         return True
 
     def put(self, storage: Any, tensors: Iterable[Any]) -> list[tuple[int, weakref.ref[Any]]]:
-        """Guards a storage and the tensors on it. Returns what `lift` takes."""
+        """Guards a storage and the tensors on it. Returns the guarded tensors, for `lift`."""
         guarded = []
         for tensor in tensors:
             key = id(tensor)
             ref, count = self._tensors.get(key, (None, 0))
             if ref is None or ref() is not tensor:
-                # Whoever had this id is gone.
+                # The tensor that had this id is gone.
                 ref, count = weakref.ref(tensor), 0
                 tensor.__class__ = self._class_for(type(tensor))
             self._tensors[key] = ref, count + 1
@@ -73,25 +73,25 @@ class Guard:
         return guarded
 
     def lift(self, storage: Any, guarded: list[tuple[int, weakref.ref[Any]]]) -> None:
-        """The storage is back: it and its tensors are as they were."""
+        """Restores the classes of a storage and its tensors."""
         _restore(storage)
         for key, ref in guarded:
             known, count = self._tensors.get(key, (None, 0))
             if known is not ref:
                 continue
             if count > 1:
-                # Another part of it is away.
+                # Another storage of the tensor is still away.
                 self._tensors[key] = ref, count - 1
                 continue
             del self._tensors[key]
             tensor = ref()
             if tensor is not None:
                 _restore(tensor)
-                # Only C++ may have had it, which it then owned.
+                # If only C++ referred to the tensor, PyTorch has to restore its ownership after a weak reference.
                 getattr(tensor, "_fix_weakref", bool)()
 
     def has(self, tensor: Any) -> bool:
-        """Whether it is this one that guards a tensor."""
+        """Returns whether this guard guards a tensor."""
         ref, _ = self._tensors.get(id(tensor), (None, 0))
         return ref is not None and ref() is tensor
 
@@ -106,20 +106,20 @@ class Guard:
     # ---- modules ----
 
     def put_on_modules(self, modules: Iterable[Any]) -> None:
-        """They bring the tensors back before their forward pass, and before they are copied or pickled: what is put on
-        them here is not for the copy."""
+        """Makes modules bring the tensors back before their forward pass, and before they are copied or pickled, so
+        that a copy does not get these hooks."""
         known = {id(ref()) for ref, _ in self._hooks}
         module_class = sys.modules["torch"].nn.Module
         for module in modules:
             if id(module) in known:
                 continue
             hook = _BeforeForward(self._offloader)
-            # Before those of others, which may use the tensors.
+            # Before the program's own hooks, which may use the tensors.
             handle = module_class.register_forward_pre_hook(module, hook, prepend=True)
             self._hooks.append((weakref.ref(module), handle))
             _stand_in(module, "__getstate__", _BeforeCopy, self._offloader)
             if module.__dict__.get(_COMPILED) is not None:
-                # By `module.compile()`: it would run its hooks as they were, or compile this one.
+                # Set by `module.compile()`. It would run the hooks it was compiled with, or compile this one.
                 _stand_in(module, _COMPILED, _BeforeCompiled, self._offloader)
 
     def lift_from_modules(self) -> None:
@@ -133,7 +133,7 @@ class Guard:
 
 
 def is_guarded(value: Any) -> bool:
-    """Whether a tensor is away, of whichever offloader."""
+    """Returns whether a tensor is away, for any offloader."""
     return hasattr(type(value), "cushion_original")
 
 
@@ -144,8 +144,8 @@ def _restore(value: Any) -> None:
 
 
 def _class_of_tensors(torch: Any, original: Any, offloader: Any) -> type:
-    """The class of tensors that are away."""
-    # A subclass may answer for itself, and from its memory.
+    """Creates the class of tensors that are away."""
+    # A subclass with its own __torch_function__ may read its memory for anything.
     usual = [_function_of(torch._C._disabled_torch_function_impl), _function_of(torch.Tensor.__torch_function__)]
     harmless = _harmless(torch) if _function_of(original.__torch_function__) in usual else frozenset()
 
@@ -157,7 +157,7 @@ def _class_of_tensors(torch: Any, original: Any, offloader: Any) -> type:
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **kwargs)
         with offloader:
-            # Those of nobody, which somebody made of this class, would come here for ever.
+            # A tensor that was created with this class and is not guarded would recurse here without end.
             _restore_all((args, kwargs))
             return function(*args, **kwargs)
 
@@ -174,21 +174,18 @@ def _class_of_tensors(torch: Any, original: Any, offloader: Any) -> type:
             _restore(self)
             return self.__reduce_ex__(protocol)
 
-    names = {
+    methods = {
         "__torch_function__": classmethod(torch_function),
         "__new__": new,
         "__deepcopy__": copied,
         "__reduce_ex__": pickled,
-        "__module__": original.__module__,
-        "cushion_original": original,
     }
-    made: type = type(original)(f"Away{original.__name__}", (original,), names)
-    return made
+    return _away_class(original, methods)
 
 
 def _class_of_storages(_torch: Any, original: Any, offloader: Any) -> type:
-    """The class of storages that are away: of tensors that were not named but lie on one that is, too, such as those
-    of a state dict, PyTorch takes the storage to save or copy them."""
+    """Creates the class of storages that are away. PyTorch uses the storage to save or copy a tensor, also for tensors
+    that were not named but share the storage, such as those of a state dict."""
 
     def attribute(self: Any, name: str) -> Any:
         if name in _OF_STORAGE:
@@ -202,12 +199,11 @@ def _class_of_storages(_torch: Any, original: Any, offloader: Any) -> type:
         _restore(self)
         return len(self)
 
-    names = {
-        "__getattribute__": attribute,
-        "__len__": length,
-        "__module__": original.__module__,
-        "cushion_original": original,
-    }
+    return _away_class(original, {"__getattribute__": attribute, "__len__": length})
+
+
+def _away_class(original: Any, methods: dict[str, Any]) -> type:
+    names = {**methods, "__module__": original.__module__, "cushion_original": original}
     made: type = type(original)(f"Away{original.__name__}", (original,), names)
     return made
 
@@ -227,7 +223,7 @@ def _restore_all(values: Any) -> None:
 
 
 def _harmless(torch: Any) -> frozenset[Any]:
-    """What may be asked of a tensor that is away."""
+    """Returns the functions that may be called for a tensor that is away."""
     tensor = torch.Tensor
     return frozenset(
         [getattr(tensor, name).__get__ for name in _ATTRIBUTES if hasattr(tensor, name)]
@@ -238,23 +234,23 @@ def _harmless(torch: Any) -> frozenset[Any]:
 
 
 class _BeforeForward:
-    """The hook of a module."""
+    """The forward pre-hook of a module."""
 
     def __init__(self, offloader: Any) -> None:
         self._offloader = offloader
 
     def __call__(self, _module: Any, _args: Any) -> None:
-        # Code that is being compiled looks at the class of what is away.
+        # The compiler would record the class of a tensor that is away.
         if self._offloader is not None and not sys.modules["torch"].compiler.is_compiling():
             self._offloader.back()
 
     def __reduce__(self) -> Any:
-        # For a copy that was under way when the tensors left.
+        # For a copy of the module that began before the tensors were moved: its hook does nothing.
         return _BeforeForward, (None,)
 
 
 class _StandIn:
-    """Stands for an attribute of a module, and brings the tensors of some offloaders back before it is called."""
+    """Replaces an attribute of a module, and brings the tensors of its offloaders back before each call."""
 
     def __init__(self, module: Any, attribute: Any) -> None:
         self._module = weakref.ref(module)
@@ -269,7 +265,7 @@ class _StandIn:
 
 
 class _BeforeCompiled(_StandIn):
-    """For what `module.compile()` made."""
+    """Replaces the function that `module.compile()` made."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._back()
@@ -277,11 +273,11 @@ class _BeforeCompiled(_StandIn):
 
 
 class _BeforeCopy(_StandIn):
-    """For `__getstate__`, which is asked first when a module is copied or pickled."""
+    """Replaces `__getstate__`, which Python calls first when a module is copied or pickled."""
 
     def __call__(self) -> Any:
         module = self._back()
-        # Gone by now. Before Python 3.11 not everything has one.
+        # `_back` has removed this replacement. Before Python 3.11 not every object has a __getstate__.
         own = getattr(module, "__getstate__", None)
         return module.__dict__ if own is None else own()
 
@@ -306,12 +302,12 @@ def _end_stand_in(module: Any, name: str, offloader: Any) -> None:
         module.__dict__[name] = there.attribute
 
 
-# ---- what is in use ----
+# ---- tensors in use ----
 
 
 class Closure:
-    """What an optimizer's `step()` is given to compute the loss: it does not need the state, which may leave while it
-    runs. That is where Lightning does all its work."""
+    """Wraps the closure that an optimizer's `step()` calls to compute the loss. The closure does not need the
+    optimizer's state, so the state may be moved while it runs. Lightning runs its whole training step in it."""
 
     def __init__(self, offloader: Any, optimizer: Any, closure: Callable[..., Any]) -> None:
         self._offloader, self._closure = offloader, closure
@@ -329,10 +325,10 @@ class Closure:
 
 
 def in_use(modules: list[Any], optimizers: list[Any], tensors: list[Any]) -> bool:
-    """Whether some thread is inside a call that works on one of these: a module's forward pass, a step, a copy.
+    """Returns whether a thread is inside a call that works on one of these: a forward pass, a step, a copy.
 
-    Read from the stacks of the threads, so that programs pay nothing for it while memory lasts, and a call that fails
-    leaves nothing behind."""
+    This is read from the stacks of the threads, so that a program has no cost before a shortage, and a call that fails
+    leaves no mark."""
     torch = sys.modules["torch"]
     codes = _codes_of(
         torch.nn.Module._call_impl,
@@ -351,7 +347,7 @@ def in_use(modules: list[Any], optimizers: list[Any], tensors: list[Any]) -> boo
 
 
 def _codes_of(*functions: Any) -> set[CodeType]:
-    """Of functions, and of those that they wrap."""
+    """Returns the code objects of functions, and of the functions that they wrap."""
     codes = set()
     for function in functions:
         while function is not None:
@@ -388,6 +384,6 @@ def _self_of(frame: FrameType) -> Any:
 
 
 def _compiled(one: Any) -> Any:
-    """The module that a compiled one was made of, which is what runs."""
+    """Returns the module that a compiled module was made from."""
     modules = getattr(one, "__dict__", {}).get("_modules")
     return modules.get("_orig_mod") if isinstance(modules, dict) else None

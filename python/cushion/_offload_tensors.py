@@ -1,8 +1,8 @@
-"""What an offloader's function names: the tensors in it, the modules and optimizers that hold them, and what of it
-cannot leave the GPU.
+"""Finds the tensors in what an offloader's function names, the modules and optimizers that hold them, and the objects
+that cannot be moved.
 
-A function names things as programs have them. An optimizer may be inside a framework's wrapper, and a tensor may be a
-subclass that has no memory of its own: a DTensor's is that of its local part."""
+An optimizer may be inside a framework's wrapper. A tensor may be a subclass without memory of its own: the memory of a
+DTensor is that of its local tensor."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-# The names under which wrappers keep their optimizer where it is not among their plain attributes.
+# The names under which wrappers have their optimizer if it is not among their plain attributes.
 _INNER_NAMES = ("optimizer", "_optimizer", "optim", "base_optimizer", "inner_optimizer")
 _PROXIES = (weakref.ProxyType, weakref.CallableProxyType)
 _TAKES = "it takes a tensor, a module, an optimizer, or a mapping or list of those"
@@ -21,7 +21,7 @@ class Part(NamedTuple):
     """A tensor with memory of its own."""
 
     tensor: Any
-    #: the tensor that was named: the same one, or the subclass that it is inside of
+    #: the tensor that was named: this one, or the subclass that holds it
     named: Any
     storage: Any
     size: int
@@ -29,12 +29,12 @@ class Part(NamedTuple):
 
 
 class Named:
-    """What a function named, looked at once.
+    """What one call of a function named.
 
     :ivar parts: the tensors on a GPU that have memory, in the order in which they are named
-    :ivar modules: every module that was named, and those in it
-    :ivar optimizers: every `torch.optim.Optimizer` that was named, outside of its wrappers
-    :ivar refused: for each thing that cannot leave, why
+    :ivar modules: every module that was named, with its submodules
+    :ivar optimizers: every `torch.optim.Optimizer` that was named, without its wrappers
+    :ivar refused: for each object that cannot be moved, the reason
     """
 
     def __init__(self, value: Any, can_be_guarded: Callable[[Any], bool]) -> None:
@@ -44,27 +44,27 @@ class Named:
         self.refused: list[str] = []
         self._can_be_guarded = can_be_guarded
         torch = sys.modules.get("torch")
-        # Another thread may be importing it.
+        # PyTorch may be imported only in part, by another thread.
         self._torch: Any = torch if hasattr(torch, "nn") and hasattr(torch, "optim") else None
         self._seen: set[int] = set()
-        # Alive while this is: `_seen` knows things by their id.
+        # Keeps the objects in `_seen` alive, so that their ids stay unique.
         self._kept: list[Any] = []
         if self._torch is None:
             self._add(value, in_state=False)
             return
-        # Of tensors that are away, too, only the form is asked for.
+        # Keeps tensors that are away from coming back: only attributes outside their memory are read here.
         with self._torch._C.DisableTorchFunctionSubclass():
             self._add(value, in_state=False)
 
     def by_storage(self) -> list[list[Part]]:
-        """The parts: those that lie on one storage go together."""
+        """Returns the parts, grouped by storage."""
         found: dict[int, list[Part]] = {}
         for part in self.parts:
             found.setdefault(part.storage._cdata, []).append(part)
         return list(found.values())
 
     def _add(self, value: Any, *, in_state: bool) -> None:
-        """Adds what is in a value. The state of an optimizer may hold anything beside its tensors."""
+        """Adds the tensors in a value. The state of an optimizer may hold other objects too, which are skipped."""
         if value is None or isinstance(value, (str, bytes, bool, int, float, complex)):
             return
         if id(value) in self._seen:
@@ -93,8 +93,8 @@ class Named:
         for inner in module.modules():
             if isinstance(inner, self._torch.jit.ScriptModule):
                 self.refused.append(
-                    f"{_class_of(inner)} is a ScriptModule: it uses its tensors outside of Python, where nothing can "
-                    "bring them back. Name the module that it was made of, and script it anew when it is back"
+                    f"{_class_of(inner)} is a ScriptModule: it uses its tensors outside of Python, where Cushion "
+                    "cannot bring them back. Name the module that it was made from, and script it again afterwards"
                 )
                 return
         self.modules += module.modules()
@@ -105,8 +105,8 @@ class Named:
         found = _optimizers_in(self._torch, named)
         if not found:
             self.refused.append(
-                f"{_class_of(named)} is no torch.optim.Optimizer and holds none, so that nothing can bring its state "
-                "back for its step(). Name the tensors of its state, and use `with` around what uses them"
+                f"{_class_of(named)} is not a torch.optim.Optimizer and holds none, so Cushion cannot bring its state "
+                "back before its step(). Name the tensors of its state, and use `with` around the code that uses them"
             )
         for optimizer in found:
             if any(optimizer is known for known in self.optimizers):
@@ -114,7 +114,7 @@ class Named:
             self.optimizers.append(optimizer)
             self._kept.append(optimizer)
             self._add(optimizer.state, in_state=True)
-            # State that is made later will be like its parameter.
+            # Reports parameters whose future state could not be moved: state has the class of its parameter.
             for parameter in _parameters_without_state(self._torch, optimizer):
                 self._parts_of(parameter, parameter)
 
@@ -130,7 +130,7 @@ class Named:
                 names, _ = tensor.__tensor_flatten__()
                 inside = [getattr(tensor, name) for name in names]
             except Exception as error:
-                self._refuse_tensor(named, f"its parts cannot be had ({type(error).__name__}: {error})")
+                self._refuse_tensor(named, f"its __tensor_flatten__ failed ({type(error).__name__}: {error})")
                 return []
             parts = [part for one in inside if isinstance(one, torch.Tensor) for part in self._parts_of(one, named)]
             return parts if not parts or self._is_guarded(named) else []
@@ -147,7 +147,7 @@ class Named:
         if why is not None:
             self._refuse_tensor(named, why)
             return []
-        # What has no bytes is empty, or away already.
+        # A storage without bytes is empty, or away already.
         if size == 0 or not self._is_guarded(named):
             return []
         return [Part(tensor, named, storage, size, tensor.device.index)]
@@ -155,13 +155,13 @@ class Named:
     def _is_guarded(self, named: Any) -> bool:
         if self._can_be_guarded(named):
             return True
-        self._refuse_tensor(named, "Python does not let its class be changed, so that nothing notices its use")
+        self._refuse_tensor(named, "Python does not allow its class to be changed, so its use cannot be noticed")
         return False
 
     def _refuse_tensor(self, named: Any, why: str) -> None:
         text = (
-            f"a tensor of the class {_class_of(named)} cannot leave the GPU: {why}. A subclass can whose memory is its "
-            "own, or that names its parts by __tensor_flatten__"
+            f"a tensor of the class {_class_of(named)} cannot be moved to the host: {why}. A subclass needs memory of "
+            "its own, or a __tensor_flatten__ that names the tensors inside"
         )
         if text not in self.refused:
             self.refused.append(text)
@@ -185,12 +185,12 @@ def _is_like_an_optimizer(torch: Any, value: Any) -> bool:
 
 
 def _optimizers_in(torch: Any, named: Any, depth: int = 0) -> list[Any]:
-    """An optimizer, or those that a wrapper holds, or both: some are optimizers with another inside."""
+    """Returns an optimizer, and the optimizers that it holds as a wrapper: some wrappers are optimizers themselves."""
     attributes = getattr(named, "__dict__", {})
-    # A wrapper may have the class of an optimizer, and not what `step()` needs.
+    # A wrapper may have the class of an optimizer without the attributes that `step()` needs.
     is_one = isinstance(named, torch.optim.Optimizer) and "_optimizer_step_pre_hooks" in attributes
     found = [named] if is_one else []
-    # Wrappers are wrapped two or three times. More would be a circle.
+    # Wrappers are nested two or three levels deep. More would be a cycle.
     if depth < 4:
         inner = [one for value in list(attributes.values()) for one in _each_held(value)]
         if not any(_is_optimizer_held(torch, one) for one in inner):
@@ -208,7 +208,7 @@ def _each_held(value: Any) -> Iterable[Any]:
 
 
 def _is_optimizer_held(torch: Any, value: Any) -> bool:
-    # What a dead proxy stands for cannot be asked.
+    # Any access to a dead weak proxy raises.
     if type(value) in _PROXIES or isinstance(value, (torch.Tensor, torch.nn.Module)):
         return False
     return _is_like_an_optimizer(torch, value)

@@ -1,8 +1,7 @@
-"""Parts of a batch: how a batch is cut, and what each part weighs.
+"""Splits a batch into parts.
 
 `cushion.retry` runs a step in smaller parts when the whole batch does not fit. This module makes the arguments of the
-parts. It never guesses: where the same arguments could be cut in two ways, it refuses, and the text says what to write
-instead."""
+parts. It never guesses: if arguments could be split in two ways, it raises, and the message says what to write."""
 
 from __future__ import annotations
 
@@ -12,30 +11,30 @@ import math
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NoReturn
 
-# The arguments of one part: those by position, and those by name.
+# The arguments of one part: positional and keyword.
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Split = Callable[..., Sequence[Arguments]]
 
-# A tensor of three dimensions whose first has one of these lengths may be one image, with its channels first.
+# A tensor of three dimensions whose first has one of these lengths may be one image: (channels, height, width).
 _CHANNELS = (1, 3, 4)
 
 
 class CannotSplit(ValueError):
-    """A batch cannot be split into so many parts: raised by a `split` of `cushion.retry`, which then gives up."""
+    """A batch cannot be split into that many parts. A `split` of `cushion.retry` raises it, and `retry` gives up."""
 
 
 class SplitBatch:
-    """Splits a batch by rows; `cushion.split_batch` is one, and `cushion.split_batch.along(1)` splits by columns.
+    """Splits a batch by rows. `cushion.split_batch` is one, and `cushion.split_batch.along(1)` splits by columns.
 
-    The first tensor among the arguments says how long the batch is. Every tensor of that length, also inside of
-    tuples, lists, mappings and dataclasses, is cut into parts as equal as can be; all else is given whole to every
-    part. A tensor is whatever has a `shape` and can be sliced.
+    The first tensor among the arguments gives the length of the batch. Every tensor of that length, also inside
+    tuples, lists, mappings and dataclasses, is split into parts of nearly equal length; every part gets all other
+    arguments whole. A tensor is any value that has a `shape` and can be sliced.
 
-    Some arguments can be read in two ways. Then the split is refused until the program says which is meant:
+    Some arguments can be split in two ways. Then CannotSplit is raised until the program says which is meant:
 
-    - a list of samples of their own shapes, such as images for a detector, takes `cushion.split_batch.samples`;
-    - an argument that belongs to no row, such as a mask over positions, takes `cushion.split_batch.whole("mask")`;
-    - a square tensor as long as the batch that does belong to the rows takes `cushion.split_batch.rows("targets")`.
+    - for a list of samples with different shapes, such as images for a detector: `cushion.split_batch.samples`;
+    - for an argument that has no rows, such as a mask over positions: `cushion.split_batch.whole("mask")`;
+    - for a square tensor as long as the batch that has one row per sample: `cushion.split_batch.rows("targets")`.
     """
 
     def __init__(
@@ -52,32 +51,33 @@ class SplitBatch:
         self._by_sample, self._whole, self._rows = by_sample, whole, rows
 
     def along(self, dim: int) -> SplitBatch:
-        """The same along another dimension."""
+        """Returns the same split along another dimension."""
         return SplitBatch(dim, by_sample=self._by_sample, whole=self._whole, rows=self._rows)
 
     @property
     def samples(self) -> SplitBatch:
-        """The same for lists of samples: a list is cut between its elements, and its length is the batch's."""
+        """The same split for lists of samples: a list is split between its elements, and its length is the batch's."""
         return SplitBatch(self.dim, by_sample=True, whole=self._whole, rows=self._rows)
 
     def whole(self, *names: str) -> SplitBatch:
-        """The same, with these arguments, or keys of a mapping, given whole to every part."""
+        """Returns the same split, where every part gets these arguments, or keys of a mapping, whole."""
         return SplitBatch(self.dim, by_sample=self._by_sample, whole=self._whole | {*names}, rows=self._rows)
 
     def rows(self, *names: str) -> SplitBatch:
-        """The same, with these arguments, or keys of a mapping, known to have one row for each sample."""
+        """Returns the same split, where these arguments, or keys of a mapping, have one row for each sample."""
         return SplitBatch(self.dim, by_sample=self._by_sample, whole=self._whole, rows=self._rows | {*names})
 
     def named(self, names: Sequence[str]) -> Callable[..., list[Arguments]]:
-        """The same for a function whose positional parameters have these names, which `whole` and `rows` speak of."""
+        """Returns the same split for a function whose positional parameters have these names. `whole` and `rows` refer
+        to them."""
         return lambda parts, *args, **kwargs: self._split(parts, args, kwargs, names)
 
     def __call__(self, parts: int, /, *args: Any, **kwargs: Any) -> list[Arguments]:
-        """The arguments of so many parts, or of as many as there are rows."""
+        """Returns the arguments of `parts` parts, or of one part per row if there are fewer rows."""
         return self._split(parts, args, kwargs, ())
 
     def check(self, args: tuple[Any, ...], kwargs: dict[str, Any], names: Sequence[str] = ()) -> None:
-        """Raises CannotSplit where these arguments can never be cut: found at the first call, not in a shortage."""
+        """Raises CannotSplit if these arguments can never be split. Called at the first call, before any shortage."""
         length = self.length(args, kwargs, names)
         if length > 1:
             self._cut_all(args, kwargs, names, length, slice(0, 1))
@@ -91,7 +91,7 @@ class SplitBatch:
         return [self._cut_all(args, kwargs, names, length, rows) for rows in cuts]
 
     def length(self, args: tuple[Any, ...], kwargs: dict[str, Any], names: Sequence[str] = ()) -> int:
-        """How many samples these arguments hold."""
+        """Returns how many samples these arguments hold."""
         for name, value in _named(args, kwargs, names):
             if name != "self" and name not in self._whole:
                 found = self._length_of(value)
@@ -124,7 +124,7 @@ class SplitBatch:
 
 
 class _Cut:
-    """One part being cut. The first tensor says how long the batch is, and needs no other sign that it is the batch."""
+    """Makes the arguments of one part. The first tensor gives the length of the batch, so it is always split."""
 
     def __init__(self, split: SplitBatch, length: int, rows: slice) -> None:
         self._split, self._length, self._rows_of_part = split, length, rows
@@ -162,22 +162,23 @@ class _Cut:
             hint = name or "NAME"
             raise CannotSplit(
                 f"{what} has the shape {shape}, which can be {self._length} rows of the batch or a square "
-                f'that every part needs: write split=cushion.split_batch.rows("{hint}") or .whole("{hint}")'
+                f'that every part needs whole: write split=cushion.split_batch.rows("{hint}") or .whole("{hint}")'
             )
         return value[(slice(None),) * dim + (self._rows_of_part,)]
 
     def _may_be_a_mask(self, name: str, shape: tuple[int, ...]) -> bool:
-        """A square as long as the batch: rows of it, or a mask over as many positions."""
+        """Returns whether a tensor is a square as long as the batch: its rows, or a mask over as many positions."""
         square = len(shape) == 2 and shape[0] == shape[1] > 1
         looks_like_the_batch = shape == self._first and "mask" not in name
         return square and not looks_like_the_batch and name not in self._split._rows
 
     def _check_several(self, name: str, value: tuple[Any, ...] | list[Any]) -> None:
-        """A list may hold the tensors of one batch, as PyTorch's DataLoader gives them, or samples. A tuple holds the
-        tensors of one batch, unless they look like images of several sizes."""
+        """Raises CannotSplit if a list or tuple may hold samples. A list holds samples, or the tensors of one batch as
+        PyTorch's DataLoader returns them. A tuple holds the tensors of one batch, unless they look like images of
+        several sizes."""
         if type(value).__name__ == "PackedSequence":
             raise CannotSplit(
-                "the rows of a PackedSequence are not those of a batch: give split= a function of your own"
+                "the rows of a PackedSequence are not those of a batch: write your own function for split="
             )
         if len(value) < 2 or hasattr(value, "_make") or name in self._split._rows:
             return
@@ -195,7 +196,7 @@ class _Cut:
             self._refuse_several(name, f"a list of {len(shapes)} tensors, the first of shape {shapes[0]},")
 
     def _refuse_several(self, name: str, what: str) -> NoReturn:
-        otherwise = f'.rows("{name}")' if name else "give the tensors as arguments of their own"
+        otherwise = f'.rows("{name}")' if name else "give the tensors as separate arguments"
         raise CannotSplit(
             f"{what} can be a batch of samples or the tensors of one batch: write split=cushion.split_batch.samples "
             f"and give a list for samples, or {otherwise} for the tensors of one batch"
@@ -203,8 +204,8 @@ class _Cut:
 
 
 def _are_samples(values: list[Any]) -> bool:
-    """Whether values are alike, and each has tensors of its own: one value is then a sample. PyTorch's DataLoader makes
-    lists of lists from tensors that belong together."""
+    """Returns whether the values have the same form, each with tensors inside: each value is then a sample. A list of
+    lists does not count, since PyTorch's DataLoader makes those from the tensors of one batch."""
     first = values[0]
     if not any(True for _ in tensors(first)) or _is_tensor(first):
         return False
@@ -219,20 +220,20 @@ split_batch = SplitBatch()
 
 
 def size(arguments: Arguments) -> int:
-    """How large a part is: the elements of its tensors."""
+    """Returns the size of a part: the number of elements of all its tensors."""
     return sum(math.prod(tensor.shape) for tensor in tensors(arguments))
 
 
 def rows(arguments: Arguments) -> int:
-    """How many samples a part has that the program cut: by its first tensor, or by its first list where there are no
-    tensors."""
+    """Returns how many samples a part has that the program's own `split` made: the length of its first tensor, or of
+    its first list if there are no tensors."""
     for tensor in tensors(arguments):
         if len(tensor.shape) > 0:
             return int(tensor.shape[0])
     for value in (*arguments[0], *arguments[1].values()):
         if isinstance(value, Sequence) and not isinstance(value, str):
             return len(value)
-    raise CannotSplit('the parts have no tensors to count rows of: say what a part weighs with weight=, or loss="sum"')
+    raise CannotSplit('the parts have no tensors whose rows can be counted: give weight=, or loss="sum"')
 
 
 def tensors(value: Any) -> Iterator[Any]:
@@ -264,15 +265,15 @@ def _named(args: tuple[Any, ...], kwargs: dict[str, Any], names: Sequence[str]) 
 
 
 def _like(mapping: Mapping[Any, Any], cut: dict[Any, Any]) -> Mapping[Any, Any]:
-    """A mapping of the same type with other values."""
+    """Returns a mapping of the same type with other values."""
     if isinstance(mapping, MutableMapping):
         same = copy.copy(mapping)
         for key, value in cut.items():
-            # One by one: models of Hugging Face return mappings that refuse update().
+            # Not update(): the mappings that Hugging Face models return raise in it.
             same[key] = value
         return same
     try:
         made: Mapping[Any, Any] = type(mapping)(cut)  # type: ignore[call-arg]
     except TypeError as error:
-        raise CannotSplit(f"a {type(mapping).__name__} cannot be made from a dict, so it cannot be cut") from error
+        raise CannotSplit(f"a {type(mapping).__name__} cannot be made from a dict, so it cannot be split") from error
     return made

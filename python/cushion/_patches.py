@@ -1,6 +1,6 @@
-"""Makes PyTorch's own questions about CUDA memory true: `torch.cuda.memory` and `torch.accelerator` look up
-functions of `torch._C` when they are called, and under a plug-in most of those raise. Here they answer from
-Cushion. Names that a version of PyTorch does not have are left out."""
+"""Makes PyTorch's memory functions work with Cushion. `torch.cuda.memory` and `torch.accelerator` call functions of
+`torch._C`, most of which raise with a plug-in. They are replaced by functions of Cushion. Names that a version of
+PyTorch does not have are skipped."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _history_is_on = False
 
 
 def version(torch: Any) -> tuple[int, int]:
-    """Of PyTorch; one whose name says nothing counts as the newest."""
+    """Returns PyTorch's version as (major, minor). A version that cannot be parsed counts as the newest."""
     found = re.match(r"(\d+)\.(\d+)", torch.__version__)
     return (int(found[1]), int(found[2])) if found else (sys.maxsize, 0)
 
@@ -50,7 +50,8 @@ def apply(torch: Any) -> None:
 
 
 def _stats_by_private_pools(device: int) -> dict[str, Any]:
-    """As from PyTorch 2.13 on; before, a key that is no string is more than `memory_stats()` can take."""
+    """Statistics as PyTorch has them from 2.13 on. In earlier versions `memory_stats()` fails on a key that is not a
+    string."""
     return _cushion.memory_stats(device, by_private_pools=True)
 
 
@@ -59,7 +60,7 @@ def _yes() -> bool:
 
 
 def _memory_snapshot(what: Sequence[Any] | None = None) -> dict[str, Any]:
-    """`what` is nothing, the id of a pool, or that and whether events are wanted."""
+    """Returns a snapshot. `what` is None, the id of a pool, or that id followed by whether to include events."""
     if what is None:
         return _cushion.memory_snapshot()
     pool = (int(what[0]), int(what[1]))
@@ -121,7 +122,8 @@ def _set_metadata(metadata: str | dict[str, str]) -> None:
 
 
 def _settings_setter(original: Callable[[str], None]) -> Callable[[str], None]:
-    """Ours are for Cushion; the rest, such as those of pinned host memory, PyTorch still has to hear of."""
+    """Returns a function that applies the settings that Cushion knows, and passes others, such as those of pinned host
+    memory, to PyTorch."""
 
     def set_settings(conf: str) -> None:
         if _cushion.configure(conf):

@@ -1,9 +1,9 @@
-"""Agreement between ranks: whether a step that they run together has succeeded on all of them, and what comes next.
+"""Agreement between ranks: whether a step that they run together has succeeded on all ranks, and how to go on.
 
-A step that goes well costs one exchange of two numbers over the CPU, at its end; the GPU works on meanwhile. What is
-slower happens only when a rank fails. That rank raises an alarm in the store that the ranks met by. A thread of every
-rank waits for it, marks the step as lost (_collectives.py) and says how many collectives its rank has begun. Ranks that
-have begun fewer join the rest with zeros. So all of them come out of the step, and vote."""
+A step that succeeds costs one exchange of two numbers over the CPU, at its end; the GPU works on meanwhile. The slower
+steps happen only when a rank fails. That rank sets an alarm in the store of the process group. A thread of every rank
+waits for the alarm, marks the try as failed (_collectives.py) and reports how many collectives its rank has begun.
+Ranks that have begun fewer join the missing ones with zeros. Then all ranks leave the step, and vote."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from typing import Any, NamedTuple
 from . import _collectives
 from ._log import logger
 
-# How an attempt ended on a rank; the worst of all ranks decides.
+# How a try ended on a rank. The largest value of all ranks decides.
 DONE, OUT_OF_MEMORY, GAVE_UP, FAILED = range(4)
-# Alarms are rare: a thread that waits for one can wait for long.
+# How long the thread waits for an alarm. Alarms are rare.
 _LONG = datetime.timedelta(days=30)
 
 
 class RankError(RuntimeError):
-    """Another rank failed, died or did not answer: the text says which, and why."""
+    """Another rank failed, died or did not answer: the message says which, and why."""
 
 
 class Verdict(NamedTuple):
@@ -33,10 +33,18 @@ class Verdict(NamedTuple):
 
     #: DONE, OUT_OF_MEMORY, GAVE_UP or FAILED
     ended: int
-    #: a rank on which it ended so, as the program counts ranks
+    #: a rank on which the try ended so, as a global rank
     rank: int
-    #: in how many parts the next try is made
+    #: the number of parts of the next try
     parts: int
+
+
+class OthersFailed(Exception):
+    """The try succeeded on this rank, and failed on another."""
+
+    def __init__(self, verdict: Verdict) -> None:
+        super().__init__("another rank failed")
+        self.verdict = verdict
 
 
 class Ranks:
@@ -50,13 +58,13 @@ class Ranks:
         wait = _timeout_of(group) if timeout is None else datetime.timedelta(seconds=timeout)
         self._seconds = wait.total_seconds()
         only_members = {} if len(self._members) == dist.get_world_size() else {"use_local_synchronization": True}
-        #: over the CPU, and for nothing else: the program's own collectives cannot get between
+        #: a group over the CPU for these agreements only, so that they do not mix with the program's collectives
         self._group = dist.new_group(self._members, timeout=wait, backend="gloo", **only_members)
         self.board = _collectives.Board(self._group)
-        #: somebody ran out of memory not long ago: ranks agree on the number of parts before they begin
+        #: whether a rank remembers a shortage: then the ranks agree on the number of parts before a step
         self._somebody_remembers = False
         self._epoch = 0
-        # The first rank may hold the server of the store, which has to outlive the groups.
+        # Kept alive: the first rank may hold the server of the store, which has to outlive the groups.
         self._served = store = _store_of(self._group)
         self._store = _connect(store, self._group.group_name)
         self._watch = _Watch(_connect(store, self._group.group_name), self._rank, self.board)
@@ -72,7 +80,7 @@ class Ranks:
         return int(self._rank)
 
     def agree(self, *numbers: int) -> list[int]:
-        """The largest of each number over the ranks.
+        """Returns the largest value of each number over the ranks.
 
         :raises RankError: if a rank has died or does not answer
         """
@@ -83,13 +91,13 @@ class Ranks:
         except RuntimeError as error:
             raise RankError(
                 f"cushion.retry: the {len(self)} ranks could not agree. {self._first_to_fail()}A rank has ended, or "
-                f"has not left the step within {self._seconds:.0f} s: it waits in a collective that cannot be joined. "
-                f"{error}"
+                f"has not left the step within {self._seconds:.0f} s because it waits in a collective that cannot be "
+                f"joined. {error}"
             ) from error
         return [int(number) for number in said]
 
     def begin(self, parts: int, remembers: bool) -> int:
-        """In how many parts all ranks begin: asked only while one of them remembers a shortage."""
+        """Returns the number of parts that all ranks begin with. Ranks agree on it only after a recent shortage."""
         if not self._somebody_remembers:
             return 1
         parts, somebody = self.agree(parts, int(remembers))
@@ -97,16 +105,16 @@ class Ranks:
         return parts
 
     def vote(self, ended: int, parts: int, why: str = "") -> Verdict:
-        """Ends a try on every rank: when this returns, no rank is inside of it.
+        """Ends a try on every rank: when this returns, no rank is inside the step.
 
-        :param parts: in how many parts this rank would try again
-        :param why: what failed here
+        :param parts: the number of parts that this rank needs for the next try
+        :param why: the error of this rank
         """
         if ended != DONE and not self.board.is_frozen:
             self._store.set(f"why/{self._epoch}/{self._rank}", why)
             self._store.set(f"alarm/{self._epoch}", f"{self.board.turn} {self._rank}")
         if ended != DONE:
-            # Nobody is left waiting for this rank.
+            # Lets the ranks go on that wait for this rank in a collective.
             self._join_the_others()
         worst, parts = self.agree(ended * len(self) + self._rank, parts)
         verdict = Verdict(worst // len(self), self._members[worst % len(self)], parts)
@@ -120,8 +128,8 @@ class Ranks:
         return verdict
 
     def why(self, rank: int) -> str:
-        """What a rank said that failed at the last vote. All ranks ask: none ends, and takes the store with it, before
-        the others have read it."""
+        """Returns the error of a rank that failed at the last vote. All ranks must call this: it ends with an
+        agreement, so that no rank ends, and the store with it, before the others have read the error."""
         key = f"why/{self._epoch - 1}/{self._members.index(rank)}"
         said = "out of memory"
         with contextlib.suppress(RuntimeError):
@@ -136,7 +144,7 @@ class Ranks:
         own = self.board.count()
         if own == most:
             return
-        # Any rank with a note of a collective in a group of this rank's will do; the one that is furthest has all.
+        # The note may come from any rank that is in the same group. The rank with the most collectives is asked first.
         by_progress = sorted(range(len(counts)), key=counts.__getitem__, reverse=True)
         notes: dict[int, tuple[int, list[dict[str, Any]]]] = {}
         for index in range(own, most):
@@ -150,7 +158,7 @@ class Ranks:
                     break
 
     def _counts(self) -> list[int]:
-        """How many collectives each rank has begun in this try."""
+        """Returns how many collectives each rank has begun in this try."""
         keys = [f"count/{self._epoch}/{rank}" for rank in range(len(self))]
         try:
             self._store.wait(keys, datetime.timedelta(seconds=self._seconds))
@@ -178,13 +186,13 @@ class Ranks:
                 self._store.delete_key(f"{what}/{epoch}/{self._rank}")
 
     def _end(self) -> None:
-        """The store may live in this process: those who wait for an alarm are told that there will be none."""
+        """Ends the threads that wait for an alarm. The store may be in this process, which is about to end."""
         with contextlib.suppress(Exception):
             self._store.set(f"alarm/{self._epoch}", _Watch.END)
 
 
 class _Watch(threading.Thread):
-    """Waits for alarms while the other threads of a rank work, or wait in a collective."""
+    """A thread that waits for alarms while the other threads of its rank work, or wait in a collective."""
 
     END = "end"
 
@@ -197,11 +205,11 @@ class _Watch(threading.Thread):
         self._next = threading.Event()
 
     def has_heard(self, seconds: float) -> bool:
-        """Whether the alarm of the try that was lost has come here, too."""
+        """Waits for the alarm of the failed try. Returns False if it has not come within `seconds`."""
         return self._heard.wait(seconds)
 
     def go_on(self) -> None:
-        """The alarm is dealt with."""
+        """Waits for the next alarm: the ranks have handled the last one."""
         self.failed_rank = None
         self._heard.clear()
         self._next.set()
@@ -219,8 +227,8 @@ class _Watch(threading.Thread):
                 self._store.set(f"notes/{epoch}/{self._rank}", json.dumps([dropped, notes]))
                 self._store.set(f"count/{epoch}/{self._rank}", str(dropped + len(notes)))
             except Exception as error:  # noqa: BLE001
-                # The store has gone: the program ends, or its first rank has died, which its collectives will say.
-                logger.debug("nobody listens for other ranks any more: %s", error)
+                # The store is gone: the program ends, or its first rank has died, which the next collective reports.
+                logger.debug("alarms of other ranks are not received any more: %s", error)
                 return
             self._heard.set()
             self._next.wait()
@@ -228,14 +236,14 @@ class _Watch(threading.Thread):
             epoch += 1
 
 
-# ---- the ranks of a group, found once ----
+# ---- the ranks of each group ----
 
 _lock = threading.Lock()
 _known: dict[int, tuple[Any, float | None, Ranks]] = {}
 
 
 def of(group: Any, timeout: float | None) -> Ranks | None:
-    """The ranks of a group; nothing if it is one rank alone."""
+    """Returns the ranks of a group; None if the group has one rank."""
     import torch.distributed as dist
 
     if group == "world":
@@ -252,18 +260,18 @@ def of(group: Any, timeout: float | None) -> Ranks | None:
 
 
 def in_use() -> bool:
-    """Whether the program has met other ranks, or itself, by `torch.distributed`."""
+    """Returns whether the program has initialized `torch.distributed`."""
     dist = sys.modules.get("torch.distributed")
     return dist is not None and dist.is_available() and bool(dist.is_initialized())
 
 
 def several() -> int:
-    """How many ranks the program has; 1 where `torch.distributed` is not in use."""
+    """Returns how many ranks the program has; 1 without `torch.distributed`."""
     return int(sys.modules["torch.distributed"].get_world_size()) if in_use() else 1
 
 
 def _timeout_of(group: Any) -> datetime.timedelta:
-    """How long the program has said that a rank may wait for others."""
+    """Returns the timeout of a group, which the program has set."""
     import torch.distributed as dist
 
     for device in ("cuda", "cpu"):
@@ -284,7 +292,7 @@ def _store_of(group: Any) -> Any:
 
 
 def _connect(store: Any, name: str) -> Any:
-    """A connection of its own: one that waits keeps no other from its turn."""
+    """Returns a separate connection to the store: a connection serves one waiting call at a time."""
     import torch.distributed as dist
 
     if hasattr(store, "clone"):

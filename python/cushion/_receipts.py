@@ -1,37 +1,36 @@
-"""Receipts: one record per shortage, survived or refused, and how an exception finds its own."""
+"""Receipts: one record for each shortage, survived or refused, and the receipt of an exception."""
 
 from __future__ import annotations
 
 import json
-import os
-import re
 import sys
 from dataclasses import dataclass
 from typing import Any
 
 from . import _cushion
 
-# Where the engine's message names its receipt.
-_NUMBER = re.compile(r"Cushion's receipt: (\d+) on GPU (\d+) of process (\d+)\.")
+# The attribute of an exception that holds its receipt as JSON: plain text, so that the exception can be pickled for a
+# process without Cushion. The engine sets it on the exceptions that it raises itself.
+_ATTRIBUTE = "_cushion_receipt"
 
 
 class OutOfMemoryError(MemoryError):
-    """Memory ran out, where PyTorch is not loaded; where it is, `torch.OutOfMemoryError` is raised."""
+    """Raised when memory runs out and PyTorch is not loaded; otherwise `torch.OutOfMemoryError` is raised."""
 
     @property
     def receipt(self) -> Receipt | None:
-        """The receipt of this refusal, if it is still kept."""
+        """The receipt of this refusal; none if it is not one of Cushion's latest refusals."""
         return receipt_of(self)
 
 
 @dataclass(frozen=True)
 class Tried:
-    """One rung of the ladder: what it won, or why it did not."""
+    """One rung of the ladder: the bytes that it won, or why it won none."""
 
     rung: str
     #: "served", "too_little", "nothing", "time_is_up", "failed", "off", "illegal" or "injected"
     ended: str
-    #: bytes that became free, or that the driver got back
+    #: bytes that became free, or that were released to the driver
     won: int
     seconds: float
     times: int
@@ -39,21 +38,21 @@ class Tried:
 
 @dataclass(frozen=True)
 class Answer:
-    """What one callback did."""
+    """The result of one callback."""
 
     callback: str
     said: str | None
-    #: the exception that it raised, in words
+    #: the exception that it raised, in one line
     failed: str | None
     won: int
     seconds: float
-    #: it took longer than it was given, and is not called again
+    #: the callback took longer than its budget and is not called again
     switched_off: bool
 
 
 @dataclass(frozen=True)
 class Group:
-    """Live allocations of one size that were made at one place."""
+    """Live allocations of one size that one place made."""
 
     each: int
     count: int
@@ -64,32 +63,32 @@ class Group:
 
 @dataclass(frozen=True)
 class Receipt:
-    """The record of one shortage. `str(receipt)` is a line; `as_dict()` has everything, as in the file that
+    """The record of one shortage. `str(receipt)` is one line; `as_dict()` has all fields, as in the file that
     `CUSHION_RECEIPTS` names."""
 
-    #: from 1, for each device
+    #: counts from 1 on each device
     number: int
     device: int
     #: "survived", "full", "never_fits", "give_way", "split", "driver" or "given_up"
     outcome: str
-    #: the rung that served it, if one did
+    #: the rung that served the request, if one did
     survived_by: str | None
-    #: what was asked for, and what the device had to give for it
+    #: the bytes of the request, and the bytes that the device had to provide for it
     requested: int
     wanted: int
-    #: the time lost
+    #: the time that the shortage took
     seconds: float
-    #: the thread or task that asked
+    #: the thread or task that made the request
     who: str
-    #: whether it was made up, to test the program
+    #: whether the failure was injected, to test the program
     injected: bool
     tried: tuple[Tried, ...]
     answers: tuple[Answer, ...]
-    #: the largest groups of live allocations at that moment
+    #: the largest groups of live allocations at the time of the shortage
     groups: tuple[Group, ...]
-    #: where it was asked for; empty unless history is recorded
+    #: the Python stack of the request; empty unless history is recorded
     stack: tuple[str, ...]
-    #: what would have made it fit
+    #: the changes that would make the request fit
     remedies: tuple[str, ...]
     _text: str
     _json: str
@@ -99,7 +98,7 @@ class Receipt:
         return self.survived_by is not None
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything that is known of it, as JSON has it."""
+        """Returns all fields, as in JSON."""
         return dict(json.loads(self._json))
 
     def __str__(self) -> str:
@@ -107,7 +106,7 @@ class Receipt:
 
 
 def from_json(text: str) -> Receipt:
-    """A receipt as the engine gives it."""
+    """Returns the receipt that the engine wrote as JSON."""
     raw = json.loads(text)
     outcome, shortage = raw["outcome"], raw["shortage"]
     survived_by = outcome["survived"] if isinstance(outcome, dict) else None
@@ -135,34 +134,34 @@ def from_json(text: str) -> Receipt:
 
 
 def receipts(device: int | None = None) -> list[Receipt]:
-    """The latest shortages of a device, or of all devices, oldest first. 256 are kept of each device, unless
-    `keep_receipts()` says otherwise."""
+    """Returns the latest shortages of a device, or of all devices, oldest first. 256 are kept for each device;
+    `keep_receipts()` changes that."""
     return [from_json(text) for text in _cushion.receipts(device)]
 
 
 def keep_receipts(count: int) -> None:
-    """Keeps so many receipts of each device from now on."""
+    """Keeps this many receipts for each device from now on."""
     _cushion.keep_receipts(count)
 
 
 def receipt_of(error: BaseException) -> Receipt | None:
-    """The receipt of the refusal that an exception tells of, if it is one of Cushion's and still kept.
+    """Returns the receipt of the refusal that raised an exception; none if it is not one of Cushion's latest refusals.
 
-    `torch.OutOfMemoryError` has it as `error.receipt`, which type checkers do not know of: the class is PyTorch's.
+    `torch.OutOfMemoryError` has it as `error.receipt`, which type checkers do not know: the class is PyTorch's.
     """
-    found = _find(str(error))
-    text = None if found is None else _cushion.receipt(*found)
-    return None if text is None else from_json(text)
-
-
-def _find(text: str) -> tuple[int, int] | None:
-    """The device and the number that a message names; an error of another process has its receipt there."""
-    found = _NUMBER.search(text)
-    return (int(found[2]), int(found[1])) if found is not None and int(found[3]) == os.getpid() else None
+    text = error.__dict__.get(_ATTRIBUTE)
+    if text is None:
+        # PyTorch builds its exception from a C++ exception, which carries only a text. The engine knows the exact
+        # texts of its latest refusals.
+        text = _cushion.receipt_for(str(error))
+        if text is None:
+            return None
+        error.__dict__[_ATTRIBUTE] = text
+    return from_json(text)
 
 
 class Expecting:
-    """Refusals inside are expected: somebody tries again."""
+    """Refusals inside of the block are expected: the program tries again, and no last calls are made."""
 
     def __enter__(self) -> None:
         _cushion.expect_refusals(True)
@@ -172,16 +171,17 @@ class Expecting:
 
 
 def refuse_after_all(text: str) -> None:
-    """A refusal that was expected, with this text, is the end: the program's last calls are made."""
-    found = _find(text)
-    if found is not None:
-        _cushion.refuse_after_all(*found)
+    """Makes the program's last calls for an expected refusal, after which the program gives up.
+
+    :param text: the text of its exception; another text makes no calls
+    """
+    _cushion.refuse_after_all(text)
 
 
 def out_of_memory_class() -> type[BaseException]:
-    """What is raised when memory runs out."""
+    """Returns the class of the exception that is raised when memory runs out."""
     torch = sys.modules.get("torch")
-    # Up to 2.4 PyTorch has only the second of these names. Another thread may be importing it.
+    # Up to 2.4 PyTorch has only the second name. Another thread may be importing PyTorch, so that it has neither yet.
     for holder in (torch, getattr(torch, "cuda", None)):
         found = getattr(holder, "OutOfMemoryError", None)
         if isinstance(found, type):
@@ -190,7 +190,7 @@ def out_of_memory_class() -> type[BaseException]:
 
 
 def apply() -> None:
-    """Gives PyTorch's exception the property `receipt`."""
+    """Adds the property `receipt` to PyTorch's exception."""
     found: Any = out_of_memory_class()
     if found is not OutOfMemoryError:
         found.receipt = property(receipt_of, doc=OutOfMemoryError.receipt.__doc__)

@@ -1,8 +1,8 @@
-"""Batch sizes that `cushion.find_batch_size` found before, in a file of JSON.
+"""Batch sizes that `cushion.find_batch_size` found before, in a JSON file.
 
-The file may be changed by anybody, and by several processes at once. What cannot be understood in it is ignored, with
-a warning of the logger `cushion`. It is never written in place: a new file takes its place at once, so that nobody
-reads half of it."""
+Other programs, and several processes at once, may change the file. Content that cannot be read is ignored, with a
+warning of the logger `cushion`. The file is never written in place: a new file replaces it, so that no process reads a
+part of it."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from . import _batch_search, _cushion, _install, _undo
 from ._log import logger
 
 _VERSION = 1
-# So many answers are kept, the latest.
+# How many answers are kept, the latest ones.
 MOST_ANSWERS = 256
-# A file of so many answers is smaller than this.
+# A larger file is ignored. That many answers take less.
 _MOST_BYTES = 1 << 20
-# Free memory that differs by less is the same.
+# Free memory is rounded down to a multiple of this before it is compared.
 _STEPS_OF_FREE = 256 << 20
-# For another process to write its answer.
+# How many seconds to wait for another process that writes its answer.
 _LONGEST_LOCK = 2.0
 
 
 def path_of(remember: bool | str | os.PathLike[str]) -> Path | None:
-    """The file that is meant; nothing if there is no home to keep it in."""
+    """Returns the path of the file; None if there is no cache folder for it."""
     if not isinstance(remember, bool):
         return Path(os.fspath(remember))
     folder = os.environ.get("XDG_CACHE_HOME", "")
@@ -47,11 +47,11 @@ def path_of(remember: bool | str | os.PathLike[str]) -> Path | None:
     return Path(folder, "cushion", "batch_sizes.json")
 
 
-# ---- what an answer is for ----
+# ---- the conditions of an answer ----
 
 
 def about(name: str, model: Any, multiple_of: int, limit: int | None, ranks: int) -> dict[str, Any]:
-    """What has to be the same for an answer to be of use again."""
+    """Returns the conditions of an answer. It applies again only if all of them are the same."""
     holders = _undo.Holders(model)
     shapes = [[list(it.shape), str(it.dtype), bool(it.requires_grad)] for it in holders.parameters()]
     torch = sys.modules.get("torch")
@@ -78,7 +78,7 @@ def _policy(torch: Any) -> str:
 
 
 def _device(torch: Any) -> dict[str, Any]:
-    """The current GPU. The step is about to use it, so CUDA may be used here."""
+    """Describes the current GPU. This may initialize CUDA: the step is about to use it."""
     name, total, free = "none", 0, 0
     if torch is None or _cushion.is_simulated():
         devices = _cushion.devices_in_use()[:1] or ([0] if _cushion.is_simulated() else [])
@@ -96,7 +96,7 @@ def _device(torch: Any) -> dict[str, Any]:
 
 
 def look_up(path: Path, wanted: dict[str, Any]) -> int | None:
-    """The batch size that was found for this before."""
+    """Returns the batch size that was found under these conditions; None if there is none."""
     for answer in _read(path):
         if answer["about"] == wanted:
             return int(answer["batch_size"])
@@ -104,8 +104,8 @@ def look_up(path: Path, wanted: dict[str, Any]) -> int | None:
 
 
 def store(path: Path, found_for: dict[str, Any], batch_size: int) -> None:
-    """Remembers a batch size, if the file can be written."""
-    # Not the link that it may be, which the new file would take the place of.
+    """Writes a batch size to the file. Warns if the file cannot be written."""
+    # Follows a link, which the new file would otherwise replace.
     path = Path(os.path.realpath(path))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -121,25 +121,25 @@ def _read(path: Path) -> list[dict[str, Any]]:
     try:
         raw = json.loads(_content(path))
         if not isinstance(raw, dict) or raw.get("version") != _VERSION or not isinstance(raw.get("answers"), list):
-            raise ValueError(f"it is no list of answers of version {_VERSION}")
+            raise ValueError(f"it is not a list of answers of version {_VERSION}")
     except FileNotFoundError:
         return []
     except (OSError, ValueError, RecursionError) as error:
-        logger.warning("%s holds no batch sizes that can be understood, and is ignored: %s", path, error)
+        logger.warning("the batch sizes in %s cannot be read, and are ignored: %s", path, error)
         return []
     answers = [answer for answer in raw["answers"] if _is_answer(answer)]
     if len(answers) < len(raw["answers"]):
         count = len(raw["answers"]) - len(answers)
-        logger.warning("%d batch sizes in %s cannot be understood, and are ignored", count, path)
+        logger.warning("%d batch sizes in %s are not valid, and are ignored", count, path)
     return answers
 
 
 def _content(path: Path) -> bytes:
-    # A pipe would wait for somebody to write.
+    # Without O_NONBLOCK, opening a pipe would wait for a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(descriptor, "rb") as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise ValueError("it is no plain file")
+            raise ValueError("it is not a regular file")
         content = file.read(_MOST_BYTES + 1)
     if len(content) > _MOST_BYTES:
         raise ValueError(f"it is larger than {_MOST_BYTES} bytes")
@@ -155,8 +155,8 @@ def _is_answer(answer: Any) -> bool:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """No other process of Cushion's writes meanwhile, so that its answer is not lost. One that never ends is not waited
-    for: then an answer may be lost, and nothing else."""
+    """Keeps other processes from writing the file meanwhile, so that no answer is lost. If a process holds the lock for
+    too long, the file is written without it: at worst one answer is lost."""
     lock = os.open(path.with_name(path.name + ".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         deadline = time.monotonic() + _LONGEST_LOCK
@@ -165,7 +165,7 @@ def _locked(path: Path) -> Iterator[None]:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except OSError as error:
-                # Some file systems have no locks.
+                # Some file systems do not support locks.
                 if error.errno != errno.EWOULDBLOCK or time.monotonic() > deadline:
                     break
             time.sleep(0.01)

@@ -1,22 +1,22 @@
-"""`cushion.retry`: steps that run again when memory runs out, as they are or in smaller parts, with the same numbers.
+"""`cushion.retry`: runs a step again when memory runs out, whole or in smaller parts, with the same results.
 
-_parts.py        how a batch is cut
+_parts.py        splits a batch
 _adding.py       how its parts add up to the whole
-_layers.py       layers that see the whole batch, and cannot be split
-_undo.py         what a failed try leaves behind, taken back
-_tries.py        one call: try after try
+_splitting.py    the parts of one call
+_layers.py       finds layers that see the whole batch, and cannot be split
+_undo.py         undoes the changes of a failed try
+_tries.py        one call: runs the tries
 _ranks.py        agreement between ranks, with _collectives.py and _wrapped.py
 _known.py        what is remembered and counted
-_failures.py     which errors say that memory ran out"""
+_failures.py     recognises out-of-memory errors"""
 
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast, overload
 
-from . import _known, _layers, _tries, _undo
+from . import _functions, _known, _layers, _tries, _undo
 from ._adding import Adding, Combine, Loss, Weight
 from ._parts import Split
 
@@ -43,10 +43,11 @@ class Retried(Protocol[P, T_co]):
         """As `cushion.retry_stats()`, of this function alone."""
 
     def forget(self) -> None:
-        """The next call begins with the whole batch, whatever was too large before."""
+        """Makes the next call begin with the whole batch, even if it was too large before."""
 
 
-# What comes back is of the type that the step returns, or of that which `combine` returns.
+# The overloads give the type of the result: that of the step, or that of `combine`. Type checkers need every keyword
+# spelled out in each of them.
 
 
 @overload
@@ -145,40 +146,42 @@ def retry(
     timeout: float | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Runs `step(*args, **kwargs)`; when memory runs out, takes back what the step has changed and runs it again.
+    """Runs `step(*args, **kwargs)`. When memory runs out, undoes the changes of the step and runs it again.
 
         loss = cushion.retry(step, inputs, targets, grads=model)
         loss = cushion.retry(step, inputs, targets, grads=model, split=cushion.split_batch, loss="mean")
 
-    Without a step it is a decorator, which always has its parentheses: `@cushion.retry()`. The function then has
-    `stats()` and `forget()` of its own. The names of the options cannot be those of arguments of the step.
+    Without a step it is a decorator, always with parentheses: `@cushion.retry()`. The decorated function has its own
+    `stats()` and `forget()`. Arguments of the step must not have the names of these options.
 
-    A step runs forward and backward; the optimizer's update comes after it. Every error but out of memory passes at
-    once. When nothing helps, the last error is raised as it came.
+    A step runs forward and backward; the optimizer's update comes after it. Errors other than out of memory are raised
+    at once. If no try succeeds, the last error is raised unchanged.
 
-    With `split`, each new try is in twice as many parts as the one before, until they cannot be made smaller. Which
-    size was too large is known for the next call: that begins with parts below it. How parts add up has to be said, by
-    `loss`, `weight`, `combine` or a parameter `share` of the step.
+    With `split`, each new try runs twice as many parts as the one before, until parts cannot be made smaller. The size
+    that was too large is remembered, and the next call begins with smaller parts. State how parts add up with `loss`,
+    `weight`, `combine` or a parameter `share` of the step.
 
-    With ranks (`torch.distributed`), `group="world"` has all of them try again together, so that they compute the same
-    gradients as without a shortage; see docs/retry.md.
+    With several ranks (`torch.distributed`), `group="world"` makes all of them try again together, so that they compute
+    the same gradients as without a shortage; see docs/retry.md.
 
-    :param split: called as `split(parts, *args, **kwargs)`, returns the arguments of each part as `(args, kwargs)`, or
-        of fewer if there cannot be so many, or raises `cushion.CannotSplit`. `cushion.split_batch` is one
-    :param loss: "mean" or "sum", over the samples of a batch: what the loss of the step is
-    :param weight: called with the arguments of a part, returns what the loss is a mean over, such as the number of
-        labels that are not ignored. A part that weighs 0 adds nothing
-    :param combine: makes one result of the list of those of the parts. Without it the step returns a loss, or nothing
-    :param grads: whose gradients the step adds to: a module, an optimizer, parameters, or a list of those. They, the
-        buffers of modules and a GradScaler are put back after a failed try
-    :param reset: called before each try but the first, to put back what else the step has changed
-    :param tries: how often the step is run at most, without `split`
-    :param rng: whether random numbers, of PyTorch, NumPy and Python, begin again at each try
-    :param inexact: splits layers whose result depends on the whole batch, such as BatchNorm in training
+    :param split: called as `split(parts, *args, **kwargs)`, returns a list with the arguments of each part as
+        `(args, kwargs)`, or of fewer parts if that many cannot be made, or raises `cushion.CannotSplit`. See
+        `cushion.split_batch`
+    :param loss: "mean" or "sum": how the loss of the step is computed from the samples of a batch
+    :param weight: called with the arguments of a part, returns the number of items that the loss is a mean over, such
+        as the number of labels that are not ignored. A part with the weight 0 adds nothing
+    :param combine: called with the list of the results of the parts, returns the result of the step. Without it the
+        step returns a loss, or None
+    :param grads: the owner of the gradients that the step adds to: a module, an optimizer, parameters, or a list of
+        those. The gradients, the buffers of modules and a GradScaler are restored after a failed try
+    :param reset: called before each try except the first, to restore other state that the step has changed
+    :param tries: how often the step runs at most, without `split`
+    :param rng: whether each try begins with the same random state of PyTorch, NumPy and Python
+    :param inexact: allows splitting layers whose result depends on the whole batch, such as BatchNorm in training
     :param group: a process group whose ranks run this step together, or "world" for all ranks
     :param local: the step has no collectives, and each rank tries again by itself
-    :param timeout: the seconds that a rank waits for the others to end a step; if not given, the group's own time-out
-    :raises TypeError: if the step is async or a generator, or if it is not said how parts add up
+    :param timeout: how many seconds a rank waits for the others to end a step; by default the group's own timeout
+    :raises TypeError: if the step is async or a generator, or if it is not stated how parts add up
     """
     if step is not None and not callable(step):
         raise TypeError(f"cushion.retry: the step is {step!r}, and has to be callable: give its arguments after it")
@@ -186,18 +189,18 @@ def retry(
         if value is not None and not callable(value):
             raise TypeError(f"cushion.retry: {name} is {value!r}, and has to be callable")
     if tries < 1:
-        raise ValueError(f"cushion.retry: tries is {tries}, and the first is one, too: it takes 1 or more")
+        raise ValueError(f"cushion.retry: tries is {tries}, and has to be 1 or more")
     if split is None and not (loss is None and weight is None and combine is None):
         raise TypeError(
-            "cushion.retry: loss=, weight= and combine= say how parts add up, and without split= there are none"
+            "cushion.retry: loss=, weight= and combine= state how parts add up, and without split= there are no parts"
         )
     if local and group is not None:
-        raise TypeError("cushion.retry: group= has ranks try again together, and local=True each by itself: give one")
+        raise TypeError("cushion.retry: group= makes ranks try again together, local=True each by itself: give one")
     if _is_zero_grad(reset):
-        # Gradients of earlier micro-batches are kept this way, and those of the failed try are not.
+        # As `grads`, it keeps the gradients of earlier micro-batches and removes only those of the failed try.
         owner = getattr(reset, "__self__")
         grads, reset = owner if grads is None else [grads, owner], None
-    # A generator, such as model.parameters(), is there once.
+    # A generator, such as model.parameters(), can be read only once.
     given = None if grads is None else list(_undo.flat(grads))
 
     def plan(step: Callable[..., Any]) -> _tries.Plan:
@@ -211,7 +214,7 @@ def retry(
         return _tries.run(plan(step), args, kwargs, None, None)
     if args or kwargs:
         names = ", ".join([*map(repr, args), *kwargs])
-        raise TypeError(f"cushion.retry: arguments ({names}) for no step: the step comes first")
+        raise TypeError(f"cushion.retry: arguments ({names}) without a step: the step comes first")
     return lambda step: _decorate(plan(step))
 
 
@@ -222,9 +225,8 @@ def _is_zero_grad(reset: Any) -> bool:
 
 
 def _decorate(plan: _tries.Plan) -> Retried[..., Any]:
-    kinds = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
-    if any(is_kind(plan.step) for is_kind in kinds):
-        _tries.refuse_later(plan.name)
+    if _functions.is_lazy(plan.step):
+        _tries.refuse_lazy(plan.name)
     counts, known = _known.Counts(), _known.Known()
 
     @functools.wraps(plan.step)

@@ -1,8 +1,8 @@
-"""`cushion run`: starts a program whose PyTorch uses Cushion, without a change to the program.
+"""`cushion run`: starts a program with Cushion as PyTorch's allocator, without a change to the program.
 
-The program, and every Python process that it starts, finds `_site/sitecustomize.py` first on its path; that
-waits for the program to import torch, and installs Cushion then. Where it cannot, the program is told and goes on with
-PyTorch's own allocator, unless Cushion is required."""
+The program, and every Python process that it starts, finds `_site/sitecustomize.py` first on its path. It installs
+Cushion right after the program has imported torch. If that fails, it writes the reason to standard error, and the
+program goes on with PyTorch's own allocator, unless `--require` is given."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--require",
         action="store_true",
-        help="end every process whose torch cannot use Cushion; without this it says so and goes on",
+        help="end every process whose torch cannot use Cushion; without this it goes on with a message",
     )
     parser.add_argument("-m", dest="module", action="store_true", help="PROGRAM is a module")
     parser.add_argument("program", metavar="PROGRAM", nargs=argparse.REMAINDER)
     asked = parser.parse_args(arguments)
     if not asked.program:
-        parser.error("which program? Give a Python file, -m and a module, or a command")
+        parser.error("PROGRAM is missing: give a Python file, -m and a module, or a command")
     try:
-        # Now, rather than when the program imports torch.
+        # Reports a wrong option now, before the program starts.
         _cushion.gather_settings(dict(os.environ), asked.policy, asked.conf, None, asked.receipts, asked.inject)
     except ValueError as error:
         parser.error(str(error))
@@ -54,7 +54,7 @@ def main(arguments: list[str]) -> int:
         ("CUSHION_POLICY", asked.policy),
         ("CUSHION_CONF", asked.conf),
         ("CUSHION_LOG", asked.log and "1"),
-        # The program may change its folder.
+        # Absolute: the program may change its working directory.
         ("CUSHION_RECEIPTS", asked.receipts and os.path.abspath(asked.receipts)),
         ("CUSHION_INJECT", asked.inject),
         ("CUSHION_REQUIRED", asked.require and "1"),

@@ -1,9 +1,7 @@
-"""What a program can do about shortages: callbacks, a last call before a refusal, budgets, and failures made up to
-test it all."""
+"""How a program handles shortages: callbacks, a last call before a refusal, budgets, and injected failures."""
 
 from __future__ import annotations
 
-import inspect
 import threading
 import weakref
 from collections.abc import Callable, Iterable
@@ -11,20 +9,20 @@ from contextlib import ContextDecorator
 from types import TracebackType
 from typing import Any, TypeVar, overload
 
-from . import _cushion
+from . import _cushion, _functions
 from ._log import logger
 from ._receipts import Receipt, from_json
 
-#: what a callback is called with: the device, the bytes that would help, and the seconds it may take
+#: a callback, called with the device, the bytes that would serve the request, and the seconds it may take
 OnShortage = Callable[[int, int, float], object]
 OnRefusal = Callable[[Receipt], object]
 _Shortage = TypeVar("_Shortage", bound=OnShortage)
 _Refusal = TypeVar("_Refusal", bound=OnRefusal)
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-# What a function holds may go in the middle of this, and its end may take another function away.
+# Reentrant: removing a function may run destructors, and those may remove another function.
 _lock = threading.RLock()
-# Functions and their numbers: a list, since a function need not have a hash.
+# Functions and their numbers. A list, because a callable may not be hashable.
 _shortage: list[tuple[Any, int]] = []
 _refusal: list[tuple[Any, int]] = []
 
@@ -38,17 +36,17 @@ def on_shortage(
 def on_shortage(function: Any = None, priority: int = 0, *, budget_ms: int | None = None) -> Any:
     """Calls `function(device, bytes, seconds_left)` when memory runs out, before an allocation waits or is refused.
 
-    It may free, offload, call `torch.cuda.empty_cache()` and even allocate; what it allocates asks no callbacks and
-    never waits. Those of higher priority are called first, until the request can be served. It runs on the thread that
-    is short of memory, which may be one of PyTorch's for gradients, and never twice at once. What it returns and what
-    it raises is in the receipt, and ends nothing. One that takes longer than `seconds_left` is not called again until
-    it is given to `on_shortage` once more.
+    The function may free, offload, call `torch.cuda.empty_cache()` and allocate; its own allocations call no callbacks
+    and never wait. Callbacks of higher priority are called first, until the request can be served. The function runs on
+    the thread that is short of memory, which may be one of autograd's, and never twice at once. Its result, or its
+    error, is recorded in the receipt; an error does not end the request. A function that takes longer than
+    `seconds_left` is not called again until it is registered again.
 
-    Works as a decorator, with or without arguments. A function given again takes the place of itself.
+    Works as a decorator, with or without arguments. Registering a function again replaces its earlier registration.
 
     :param priority: the highest is called first
-    :param budget_ms: how long it may take; if not given, as long as the request may still wait, and at least
-        `callback_ms` (CUSHION_CALLBACK_MS, a second)
+    :param budget_ms: how long it may take; by default as long as the request may still wait, and at least
+        `callback_ms` (CUSHION_CALLBACK_MS, one second)
     """
     if function is None:
         return lambda function: on_shortage(function, priority, budget_ms=budget_ms)
@@ -58,17 +56,17 @@ def on_shortage(function: Any = None, priority: int = 0, *, budget_ms: int | Non
 
 
 def register(function: Any, name: str, priority: int, budget_ms: int | None) -> None:
-    """As `on_shortage`, under a name that people know it by."""
+    """As `on_shortage`, with a name for receipts."""
     number = _cushion.add_callback(function, name, priority, budget_ms)
     _replace(_shortage, function, number, _cushion.remove_callback)
 
 
 def on_refusal(function: _Refusal) -> _Refusal:
-    """Calls `function(receipt)` one last time before an allocation is refused, so that a program can save its
-    checkpoint. It changes nothing: the exception is raised afterwards.
+    """Calls `function(receipt)` before an allocation is refused, so that a program can save a checkpoint. The exception
+    is raised afterwards in any case.
 
-    Not for refusals that `cushion.retry` or `cushion.allocate_tensor` goes on after; for the one it gives up with. What
-    it raises is shown as Python shows errors that nobody can catch. Works as a decorator.
+    It is not called for a refusal after which `cushion.retry` or `cushion.allocate_tensor` goes on, only for the one
+    they give up with. An error that the function raises goes to `sys.unraisablehook`. Works as a decorator.
     """
     check(function)
     number = _cushion.add_last_call(lambda text: _call_last(function, text))
@@ -76,11 +74,11 @@ def on_refusal(function: _Refusal) -> _Refusal:
     return function
 
 
-# Two threads that are refused at once do not save to one file at once.
+# Keeps two refused threads from saving to the same file at the same time.
 _last_call_lock = threading.RLock()
-# A last call that never ends is not to keep the others waiting for ever.
+# How many seconds a last call waits for another one that does not end.
 _LONGEST_LAST_CALL = 600.0
-# Offloaders, which bring their tensors back before a last call.
+# Offloaders that bring their tensors back before a last call.
 before_last_calls: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
@@ -91,7 +89,7 @@ def _call_last(function: OnRefusal, text: str) -> None:
             try:
                 offloader.before_last_call()
             except Exception as error:
-                # What can be saved without it is to be saved all the same.
+                # The function may still be able to save other tensors.
                 logger.warning("%s cannot bring its tensors back for the last call: %s", offloader.name, error)
         function(from_json(text))
     finally:
@@ -100,8 +98,8 @@ def _call_last(function: OnRefusal, text: str) -> None:
 
 
 def remove_callback(function: OnShortage | OnRefusal) -> bool:
-    """Takes away what was given to `on_shortage` or `on_refusal`; false if it is gone already. One that runs now runs
-    on."""
+    """Removes a function that was given to `on_shortage` or `on_refusal`. Returns False if it is not registered. A call
+    that is running is not interrupted."""
     removed = [
         _replace(_shortage, function, None, _cushion.remove_callback),
         _replace(_refusal, function, None, _cushion.remove_last_call),
@@ -110,16 +108,16 @@ def remove_callback(function: OnShortage | OnRefusal) -> bool:
 
 
 def is_on(function: OnShortage) -> bool:
-    """Whether a function is called on a shortage: it was given, and not switched off for taking too long."""
+    """Returns whether a function is called on a shortage: it is registered, and not switched off for being too slow."""
     with _lock:
         numbers = [number for known, number in _shortage if known is function or known == function]
     return any(_cushion.is_callback_on(number) for number in numbers)
 
 
 def check(function: Any) -> None:
-    """Whether it can be called, before memory runs out."""
+    """Raises TypeError if an object cannot be called."""
     if not callable(function):
-        raise TypeError(f"{function!r} is no function: it is called when memory runs out")
+        raise TypeError(f"{function!r} is not callable, and has to be called when memory runs out")
 
 
 def _name(function: Any) -> str:
@@ -136,33 +134,32 @@ def _replace(known: list[tuple[Any, int]], function: Any, number: int | None, re
     return any([remove(number) for _, number in old])
 
 
-# The blocks that are open on this thread, the latest last.
+# The `with` blocks that are open on this thread, the latest last.
 _open_blocks = threading.local()
 
 
 class budget(ContextDecorator):  # noqa: N801
-    """How long requests of this thread may wait for memory, and which rungs of the ladder they leave out:
+    """Sets how long requests of this thread may wait for memory, and which rungs of the ladder they skip:
 
         with cushion.budget(ms=0):
             batch = largest_that_fits()
 
-    Holds for PyTorch's threads for gradients that work for this thread, too, and for futures made inside. Blocks may be
-    nested: what is not given stays. It is the thread's, not the task's: code that `await`s inside gives it to whoever
-    runs meanwhile, until the block ends.
+    It also applies to autograd's threads that work for this thread, and to futures made inside. Blocks may be nested:
+    an argument that is not given keeps its outer value. It belongs to the thread, not to the task: if code `await`s
+    inside, other tasks of the thread run with this budget until the block ends.
 
-    :param ms: milliseconds for each request, in the place of `wait_ms`; 0 waits for nobody
-    :param skip: names of rungs, such as "wait" or "spill", beside those that `skip_rungs` leaves out
+    :param ms: milliseconds for each request, instead of `wait_ms`; 0 to not wait
+    :param skip: names of rungs, such as "wait" or "spill", in addition to those in `skip_rungs`
     """
 
     def __init__(self, ms: float | None = None, skip: Iterable[str] = ()) -> None:
         self._ms, self._skip = ms, [skip] if isinstance(skip, str) else list(skip)
 
     def __call__(self, function: _Function) -> _Function:
-        later = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
-        if any(is_later(function) for is_later in later):
+        if _functions.is_lazy(function):
             raise TypeError(
-                f"cushion.budget cannot be around {function!r}, which does its work after it has returned: use "
-                "`with cushion.budget(...)` inside of it"
+                f"cushion.budget cannot decorate {function!r}, whose work is done after it has returned: use "
+                "`with cushion.budget(...)` inside it"
             )
         return super().__call__(function)
 
@@ -180,7 +177,7 @@ class budget(ContextDecorator):  # noqa: N801
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # Not always the latest: tasks take turns. And a generator may be closed by another thread.
+        # This is not always the latest block: tasks alternate. And another thread may close a generator.
         blocks = _open_blocks.__dict__.get("all", [])
         for index in reversed(range(len(blocks))):
             if blocks[index] is self:
@@ -199,16 +196,16 @@ def _apply(blocks: list[budget]) -> None:
 
 
 class inject:  # noqa: N801
-    """Makes allocations fail by rules, to test how a program takes it (docs/inject.md), from now on or for a block:
+    """Makes allocations fail by rules, to test how a program handles it (docs/inject.md), from now on or for a block:
 
         cushion.inject("nth=5")          # the fifth from now on; cushion.inject(None) ends it
         with cushion.inject("every=1000"):
             train()
 
-    The rules take the place of those before, on every device and for every thread. The variable `CUSHION_INJECT` does
-    the same with no change to the program.
+    The rules replace earlier ones, on every device and for every thread. The variable `CUSHION_INJECT` does the same
+    with no change to the program.
 
-    :raises ValueError: if they cannot be read
+    :raises ValueError: if the rules cannot be parsed
     """
 
     def __init__(self, rules: str | None) -> None:

@@ -1,7 +1,8 @@
-"""Streams that PyTorch never destroys: free memory of one can serve another as soon as its work is done.
+"""Reports the streams that PyTorch never destroys: free memory of such a stream can serve another stream as soon as its
+work is done.
 
-Those that `torch.cuda.Stream()` makes come from a pool that lasts as long as the process. One that was made elsewhere,
-and only wrapped, may be destroyed at any time: nothing is said of those.
+`torch.cuda.Stream()` takes its streams from a pool that lasts as long as the process. A stream that was created
+elsewhere, and only wrapped, may be destroyed at any time and is not reported.
 """
 
 from typing import Any
@@ -10,7 +11,7 @@ from . import _cushion
 
 
 def apply(torch: Any) -> None:
-    """Notes the streams that are made from now on."""
+    """Reports the streams that are created from now on."""
     made_by_torch = getattr(torch.cuda, "Stream", None)
     if made_by_torch is None:
         return

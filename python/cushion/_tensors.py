@@ -1,4 +1,4 @@
-"""Tensors and devices in every form that programs write them: PyTorch's, NumPy's and Python's own."""
+"""Converts arguments of programs: dtypes and devices as PyTorch, NumPy or Python write them, and whole numbers."""
 
 from __future__ import annotations
 
@@ -9,19 +9,22 @@ from typing import Any
 
 from . import _cushion
 
-# As PyTorch takes Python's own types.
+# Python's types, as PyTorch converts them.
 _OF_PYTHON = {float: "float64", int: "int64", bool: "bool", complex: "complex128"}
 
 
 def torch_in_use() -> Any | None:
-    """PyTorch, if it is what uses the GPUs of this process."""
+    """Returns PyTorch if it uses the GPUs of this process; otherwise None."""
     torch = sys.modules.get("torch")
     usable = torch is not None and not _cushion.is_simulated() and torch.cuda.is_initialized()
     return torch if usable else None
 
 
 def torch_with_gpu(call: str, instead: str = "") -> Any:
-    """PyTorch, for a call that makes tensors; RuntimeError where it cannot, with what can be done instead."""
+    """Returns PyTorch, for a call that makes tensors. Raises RuntimeError if it cannot be used.
+
+    :param instead: added to the message: what to do instead with simulated devices
+    """
     if _cushion.is_simulated():
         raise RuntimeError(f"{call} makes tensors of PyTorch, which cannot use simulated memory{instead}")
     try:
@@ -32,13 +35,16 @@ def torch_with_gpu(call: str, instead: str = "") -> Any:
 
 
 def current_stream(device: int) -> int:
-    """The handle of PyTorch's current stream there; the default stream where PyTorch does not use it."""
+    """Returns the handle of PyTorch's current stream on a device; the default stream if PyTorch does not use it."""
     torch = torch_in_use()
     return 0 if torch is None else int(torch.cuda.current_stream(device).cuda_stream)
 
 
 def whole(name: str, value: Any) -> int:
-    """A size, a count or an address."""
+    """Returns a size, a count or an address as an int.
+
+    :param name: of the argument, for messages
+    """
     try:
         number = operator.index(value)
     except TypeError:
@@ -46,12 +52,12 @@ def whole(name: str, value: Any) -> int:
     if number < 0:
         raise ValueError(f"{name} is {number}, and cannot be negative")
     if number >= 1 << 64:
-        raise ValueError(f"{name} is {number}, and no device has so much: it takes less than 2 ** 64")
+        raise ValueError(f"{name} is {number}, and has to be less than 2 ** 64")
     return number
 
 
 def dtype_of(torch: Any, given: Any) -> Any:
-    """PyTorch's dtype for one as PyTorch, NumPy or Python has it, or for its name."""
+    """Returns PyTorch's dtype for a dtype of PyTorch or NumPy, a type of Python, or a name; float32 for None."""
     if given is None:
         return torch.float32
     if isinstance(given, torch.dtype):
@@ -63,23 +69,23 @@ def dtype_of(torch: Any, given: Any) -> Any:
         name = getattr(given, "name", None)
     if not isinstance(name, str):
         raise TypeError(
-            f"{given!r} is no dtype: it takes torch.float32, 'float32', a dtype of NumPy or a type such as float"
+            f"{given!r} is not a dtype: use torch.float32, 'float32', a dtype of NumPy or a type such as float"
         )
-    # NumPy writes bool_.
+    # NumPy's name is bool_.
     found = getattr(torch, name.strip().removeprefix("torch.").rstrip("_"), None)
     if not isinstance(found, torch.dtype):
-        raise ValueError(f"PyTorch has no dtype {given!r}: it takes torch.float32, 'float32' and the like")
+        raise ValueError(f"PyTorch has no dtype {given!r}: use torch.float32, 'float32' and the like")
     return found
 
 
 def device_of(given: Any) -> int:
-    """The index of a device given as a number, as "cuda" or "cuda:1", or as PyTorch's; -1, "cuda" and nothing mean the
-    current one."""
+    """Returns the index of a device given as a number, as "cuda" or "cuda:1", or as a torch.device; -1, "cuda" and None
+    mean the current device."""
     index = _index(given)
     torch = torch_in_use()
     if index is None or index == -1:
         return int(torch.cuda.current_device()) if torch is not None else 0
-    # Without PyTorch the engine knows which there are.
+    # Without PyTorch, the engine checks the index.
     count = _device_count()
     if index < 0 or (count is not None and index >= count):
         there = f"there are {count}, numbered from 0" if count is not None else "they are numbered from 0"
@@ -105,9 +111,9 @@ def _index(given: Any) -> int | None:
         except TypeError:
             index = None
         if index is None:
-            raise TypeError(f"{given!r} is no device: it takes a number, 'cuda', 'cuda:1' or a torch.device")
+            raise TypeError(f"{given!r} is not a device: use a number, 'cuda', 'cuda:1' or a torch.device")
     if kind != "cuda":
-        raise ValueError(f"{given!r} is no CUDA device: it takes a number, 'cuda', 'cuda:1' or a torch.device of CUDA")
+        raise ValueError(f"{given!r} is not a CUDA device: use a number, 'cuda', 'cuda:1' or a torch.device of CUDA")
     return None if index is None else int(index)
 
 

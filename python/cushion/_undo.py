@@ -1,8 +1,8 @@
-"""What a failed try of a step leaves behind, taken back: gradients, buffers of modules such as BatchNorm's running
-statistics, random numbers and the state of a GradScaler.
+"""Undoes the changes of a failed try of a step: gradients, buffers of modules such as BatchNorm's running statistics,
+random numbers and the state of a GradScaler.
 
-Before a try, gradients and buffers are copied. A step that begins with no gradients, as after `zero_grad()`, has none
-to copy. The step then works on the originals, so a step that goes well computes the same bits as without Cushion."""
+Gradients and buffers are copied before a try. A step that begins without gradients, as after `zero_grad()`, has none to
+copy. The step works on the originals, so a step that succeeds computes the same bits as without Cushion."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-from . import _layers, _ranks
+from . import _collectives, _layers, _ranks
 
-# ---- what `grads=` names ----
+# ---- the parameters of `grads=` ----
 
 
 class Holders:
@@ -36,8 +36,8 @@ class Holders:
         return list(found.values())
 
     def modules(self) -> list[Any]:
-        """The modules given, and those that own a parameter of an optimizer or a list: the outermost ones, found once
-        among all objects of the program."""
+        """Returns the given modules, and the outermost modules that own a parameter of a given optimizer or list. The
+        latter are searched for once, among all objects of the program."""
         given = [holder for holder in self._given if _is_module(holder)]
         others = [holder for holder in self._given if not _is_module(holder)]
         if _ranks.in_use():
@@ -48,7 +48,7 @@ class Holders:
 
 
 def flat(given: Any) -> Iterator[Any]:
-    """The modules, optimizers and tensors that `grads=` names."""
+    """Returns the modules, optimizers and tensors in `grads=`, without the lists around them."""
     if _is_module(given) or hasattr(given, "param_groups") or hasattr(given, "requires_grad"):
         yield given
     elif isinstance(given, Iterable) and not isinstance(given, (str, bytes)):
@@ -56,7 +56,7 @@ def flat(given: Any) -> Iterator[Any]:
             yield from flat(one)
     else:
         raise TypeError(
-            f"cushion.retry: grads is {given!r}: it takes a module, an optimizer, parameters, or a list of those"
+            f"cushion.retry: grads is {given!r}, and has to be a module, an optimizer, parameters, or a list of those"
         )
 
 
@@ -71,8 +71,8 @@ def _parameters_of(holder: Any) -> Iterable[Any]:
 
 
 def _with_ddp(given: list[Any], step: Callable[..., Any] | None) -> list[Any]:
-    """These modules, or in their place the DDP that one of them is inside of: programs name the module that they made,
-    and what has to forget a failed try is around it."""
+    """Returns these modules, each replaced by the DistributedDataParallel around it, if there is one: a program may
+    give the module that it wrapped, and it is the wrapper that has to forget a failed try."""
     ddp = sys.modules["torch"].nn.parallel.DistributedDataParallel
     if not given or any(isinstance(it, ddp) for root in given for it in root.modules()):
         return given
@@ -87,12 +87,12 @@ class _Roots(NamedTuple):
     roots: list[weakref.ref[Any]]
 
 
-# By the ids of the holders: to look through all objects takes longer than many steps.
+# By the ids of the holders. A cache, because the search through all objects takes longer than many steps.
 _known_roots: dict[tuple[int, ...], _Roots] = {}
 
 
 def _roots_of(holders: list[Any], step: Callable[..., Any] | None) -> list[Any]:
-    """The outermost modules that own a parameter of these optimizers and tensors."""
+    """Returns the outermost modules that own a parameter of these optimizers and tensors."""
     parameters = [parameter for holder in holders for parameter in _parameters_of(holder)]
     key = tuple(map(id, holders))
     known = _known_roots.get(key)
@@ -106,13 +106,13 @@ def _roots_of(holders: list[Any], step: Callable[..., Any] | None) -> list[Any]:
 
 
 def _owners(parameters: list[Any], near: list[Any]) -> list[Any]:
-    """The outermost modules that own one of the parameters, among all objects and those that the step names:
-    `gc.freeze()` hides objects from a search."""
+    """Returns the outermost modules that own one of the parameters. It searches all objects, and the modules that the
+    step refers to: `gc.freeze()` hides objects from the search."""
     torch = sys.modules.get("torch")
     if torch is None:
         return []
     wanted = {id(parameter) for parameter in parameters}
-    # By their types: an object that stands for another may do anything when asked for its class.
+    # type() instead of isinstance(): the `__class__` of a proxy object may run any code.
     modules = [it for it in gc.get_objects() if issubclass(type(it), torch.nn.Module)]
     modules += [it for root in near for it in root.modules()]
     above: dict[int, list[Any]] = {}
@@ -132,7 +132,7 @@ def _owners(parameters: list[Any], near: list[Any]) -> list[Any]:
             waiting += parents
             if not parents:
                 roots.append(module)
-    # Modules that own each other in a circle have no outermost one.
+    # Modules that own each other in a cycle have no outermost one.
     return roots or list(seen.values())
 
 
@@ -140,7 +140,7 @@ def _owners(parameters: list[Any], near: list[Any]) -> list[Any]:
 
 
 class Undo:
-    """The state before a try, and the way back to it."""
+    """The state before a try."""
 
     def __init__(self, holders: Holders | None, random_numbers: bool) -> None:
         self._random = _RandomState() if random_numbers else None
@@ -149,16 +149,16 @@ class Undo:
         self._scalers: list[_Scaler] = []
 
     def has_added(self) -> bool:
-        """Whether gradients are others than before the try."""
+        """Returns whether gradients have changed since the try began."""
         return self._gradients is not None and not self._gradients.are_the_same()
 
     def note_scaler(self, scaler: Any) -> None:
-        """A GradScaler is about to change its state within the try."""
+        """Copies the state of a GradScaler that is about to change in the try."""
         if not any(it.scaler is scaler for it in self._scalers):
             self._scalers.append(_Scaler(scaler))
 
     def back(self) -> None:
-        """As if the try had not happened."""
+        """Restores the state."""
         if self._gradients is not None:
             self._gradients.back()
         if self._buffers is not None:
@@ -177,7 +177,7 @@ class _Gradients:
         self._versions = [grad._version for _, grad, _ in self._some]
 
     def are_the_same(self) -> bool:
-        """Whether nothing was added since."""
+        """Returns whether nothing was added to the gradients."""
         same = all(it.grad is grad and grad._version == seen for (it, grad, _), seen in zip(self._some, self._versions))
         return same and all(it.grad is None for it in self._none)
 
@@ -195,17 +195,17 @@ class _Gradients:
                 else:
                     grad = copy.to(grad.device).clone()
                 parameter.grad = grad
-                # The next try gets the memory of the copy.
+                # Moves the copy to the host, so that the next try can use its memory.
                 self._some.append((parameter, grad, copy.to("cpu")))
         self._versions = [grad._version for _, grad, _ in self._some]
 
 
 class _Buffers:
-    """Of modules in training; others do not change theirs."""
+    """The buffers of modules in training mode; other modules do not change theirs."""
 
     def __init__(self, modules: list[Any]) -> None:
         inside = {id(it): it for root in modules for it in root.modules() if it.training}
-        #: a step may put another tensor in the place of a buffer
+        #: the buffer under each name: a step may replace a buffer by another tensor
         self._places = [(it, name, buffer) for it in inside.values() for name, buffer in it._buffers.items()]
         once = {id(buffer): buffer for _, _, buffer in self._places if buffer is not None}
         self._copies = [(buffer, _copy(buffer)) for buffer in once.values()]
@@ -220,7 +220,7 @@ class _Buffers:
 
 
 def _local(tensor: Any) -> Any:
-    """The part of a DTensor that is here; any other tensor itself."""
+    """Returns the local tensor of a DTensor; any other tensor itself."""
     return getattr(tensor, "_local_tensor", tensor)
 
 
@@ -229,16 +229,16 @@ def _copy(tensor: Any) -> Any:
     try:
         return local.clone()
     except (RuntimeError, MemoryError):
-        # There is no room for a copy beside it. The host has some.
+        # The GPU has no room for a copy.
         return local.to("cpu", copy=True)
 
 
 class _RandomState:
-    """The random numbers of PyTorch, on the CPU and on the GPUs in use, of NumPy and of Python."""
+    """The random state of PyTorch, on the CPU and on the GPUs in use, of NumPy and of Python."""
 
     def __init__(self) -> None:
         self._python = random.getstate()
-        # NumPy loads it when it is first asked for, and who has not done so has drawn none.
+        # NumPy imports it at the first use. If it is not imported, the program has drawn no random numbers from it.
         self._numpy_random: Any = sys.modules.get("numpy.random")
         if self._numpy_random is not None:
             self._numpy = self._numpy_random.get_state()
@@ -282,17 +282,17 @@ def _clone(tensor: Any) -> Any:
     return None if tensor is None else tensor.detach().clone()
 
 
-# ---- what the step does meanwhile ----
+# ---- calls that a step makes ----
 
 
 class Attempt:
     """One part of one try, while it runs on its thread.
 
-    :ivar only_once: what is done once per step, such as an update, must not be done inside of it
-    :ivar factor: what gradients of this part are multiplied by
-    :ivar adds_nothing: no gradients are computed: the part weighs nothing, and only its result is wanted
+    :ivar only_once: raise if the step does what must be done once per step, such as an optimizer's update
+    :ivar factor: the factor for the gradients of this part
+    :ivar adds_nothing: compute no gradients: the part weighs nothing, and only its result is needed
     :ivar backwards: how often backward() was called
-    :ivar updated: an optimizer has changed the parameters, which cannot be taken back
+    :ivar updated: an optimizer has changed the parameters, which cannot be undone
     """
 
     def __init__(self, undo: Undo, only_once: bool) -> None:
@@ -313,32 +313,26 @@ class Attempt:
 
 
 _running = threading.local()
-# Those whose backward() runs now. It runs on threads of autograd's own where tensors are on a GPU.
+# Attempts whose backward() is running. For tensors on a GPU it runs on autograd's own threads.
 _in_backward: list[Attempt] = []
 _lock = threading.Lock()
 _watching = False
 
 
 def _all_now() -> list[Attempt]:
-    """The attempts that this thread works for."""
+    """Returns the attempts that this thread works for."""
     own = getattr(_running, "attempts", None)
     if own:
         return list(own)
-    return list(_in_backward) if _in_backward and _is_of_autograd() else []
-
-
-def _is_of_autograd() -> bool:
-    """Threads that Python did not start are autograd's."""
-    thread = threading._active.get(threading.get_ident())  # type: ignore[attr-defined]
-    return thread is None or isinstance(thread, threading._DummyThread)
+    return list(_in_backward) if _in_backward and _collectives.is_autograd_thread() else []
 
 
 def watch_updates() -> None:
-    """From now on attempts learn of backward(), which multiplies by their factors, of optimizers that step and of
-    scalers that unscale inside of them."""
+    """Installs hooks, once, that report calls of backward(), of optimizers' step() and of GradScalers to the attempts.
+    backward() multiplies gradients by their factors."""
     global _watching
     torch = sys.modules.get("torch")
-    # Another thread may be importing it.
+    # PyTorch may be imported only in part, by another thread.
     if _watching or torch is None or not hasattr(torch, "amp") or not hasattr(torch, "optim"):
         return
     with _lock:
@@ -375,15 +369,15 @@ def _noting_scaler(name: str, original: Callable[..., Any]) -> Callable[..., Any
 
 def _refuse_more_than_once(call: str) -> None:
     raise RuntimeError(
-        f"cushion.retry: {call} is called inside of a step that may be run in parts, or again because another rank "
-        "failed, and would be applied more than once: call it after cushion.retry has returned"
+        f"cushion.retry: {call} is called inside a step that may run in parts, or again because another rank failed, "
+        "and would be applied more than once: call it after cushion.retry has returned"
     )
 
 
 def _noting_backward(torch: Any, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
-        # One within another, as of a checkpoint, gets gradients that are multiplied already.
+        # A nested backward(), as of activation checkpointing, gets gradients that are multiplied already.
         attempts = [attempt for attempt in _all_now() if attempt not in _in_backward]
         if not attempts:
             return original(tensors, grad_tensors, *args, **kwargs)
@@ -394,7 +388,7 @@ def _noting_backward(torch: Any, original: Callable[..., Any]) -> Callable[..., 
         if any(attempt.adds_nothing for attempt in attempts):
             return None
         if factor != 1.0:
-            grad_tensors = _weighed(torch, tensors, grad_tensors, factor)
+            grad_tensors = _weighted(torch, tensors, grad_tensors, factor)
         _in_backward.extend(attempts)
         try:
             return original(tensors, grad_tensors, *args, **kwargs)
@@ -405,7 +399,7 @@ def _noting_backward(torch: Any, original: Callable[..., Any]) -> Callable[..., 
     return backward
 
 
-def _weighed(torch: Any, tensors: Any, grads: Any, factor: float) -> Any:
+def _weighted(torch: Any, tensors: Any, grads: Any, factor: float) -> Any:
     if isinstance(tensors, (torch.Tensor, torch.autograd.graph.GradientEdge)):
         tensors = (tensors,)
     if grads is None or isinstance(grads, torch.Tensor):
@@ -416,10 +410,11 @@ def _weighed(torch: Any, tensors: Any, grads: Any, factor: float) -> Any:
 
 
 def _one(torch: Any, tensor: Any, factor: float) -> Any:
-    """The gradient of a scalar with respect to itself, times a factor. PyTorch refuses all else without one."""
+    """Returns the gradient of a scalar with respect to itself, times a factor; None for other tensors, for which
+    PyTorch raises if there is no gradient."""
     if not isinstance(tensor, torch.Tensor):
         raise RuntimeError(
             "cushion.retry: backward() was called with an edge of the graph and no gradient, so a part cannot be "
-            "weighed: give the step a parameter `share=1.0`, and multiply its loss by that"
+            "weighted: give the step a parameter `share=1.0`, and multiply its loss by that"
         )
     return torch.full_like(tensor, factor) if tensor.numel() == 1 else None

@@ -1,7 +1,7 @@
-"""Models that PyTorch distributes over ranks, as `cushion.retry` meets them: DistributedDataParallel and FSDP2.
+"""Models that PyTorch distributes over ranks, in steps of `cushion.retry`: DistributedDataParallel and FSDP2.
 
-DDP reduces gradients while backward() runs. In parts it must do so once, in the last one; and after a failed try it
-must forget the reduction that it has not finished. FSDP2 gathers parameters and scatters gradients in each part; after
+DDP reduces gradients while backward() runs. For a step in parts it must reduce only in the last part, and after a
+failed try it must discard the unfinished reduction. FSDP2 gathers parameters and scatters gradients in each part; after
 a failed try its parameters are sharded again."""
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ class Wrapped:
         self._fsdp = _Fsdp([it for it in _once(inside) if hasattr(it, "_get_fsdp_state")])
 
     def begin(self) -> None:
-        """A try begins, on every rank."""
+        """Begins a try. Every rank calls this."""
         for ddp in self._ddp:
             ddp.begin()
         self._fsdp.begin()
 
     def part(self, is_last: bool) -> None:
-        """A part of the try begins."""
+        """Begins a part of the try."""
         for ddp in self._ddp:
             ddp.part(is_last)
 
     def end(self) -> None:
-        """The try has succeeded on every rank."""
+        """Ends a try that has succeeded on every rank."""
         for ddp in self._ddp:
             ddp.end()
 
     def back(self) -> None:
-        """The try has failed on some rank: every rank forgets it."""
+        """Resets the models after a try that failed on any rank."""
         for ddp in self._ddp:
             ddp.back()
         self._fsdp.back()
@@ -50,7 +50,7 @@ def _once(modules: list[Any]) -> list[Any]:
     return list({id(it): it for it in modules}.values())
 
 
-# Models whose reductions come through Python.
+# Models that have the communication hook in Python.
 _hooked: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
@@ -60,13 +60,13 @@ class _Ddp:
         if board is not None and ddp not in _hooked:
             _hooked.add(ddp)
             if not ddp._comm_hooks:
-                # Its own reduction is in C++, where nobody could leave it out. One of the program's is in Python.
+                # DDP's own reduction is in C++, where a rank could not skip it. A hook of the program is in Python.
                 _hook(ddp, board)
 
     def begin(self) -> None:
         torch = sys.modules["torch"]
         if torch.is_grad_enabled():
-            # The first thing that forward() does, with a collective in C++: here no rank can have failed before it.
+            # forward() would do this first, with a collective in C++. Here no rank can have failed before it.
             self._ddp.reducer._rebuild_buckets()
         self._backward_sync = self._ddp.require_backward_grad_sync
         self._forward_sync = self._ddp.require_forward_param_sync
@@ -89,10 +89,11 @@ def _hook(ddp: Any, board: _collectives.Board) -> None:
     except RuntimeError as error:
         raise RuntimeError(
             "cushion.retry: this DistributedDataParallel has a built-in communication hook, which is in C++, where a "
-            "rank cannot leave it: register the same hook of torch.distributed.algorithms.ddp_comm_hooks instead"
+            "rank that fails cannot skip it: register the same hook of torch.distributed.algorithms.ddp_comm_hooks "
+            "instead"
         ) from error
     if not getattr(ddp, "_use_python_reducer", False):
-        # The hook is not the program's: a copy of the model has none.
+        # DDP forbids copies of a model with a hook. This hook is not the program's, so a copy works without it.
         ddp._comm_hooks.clear()
 
 
@@ -106,12 +107,13 @@ class _HookState:
 
 
 def _reduce_bucket(state: _HookState, bucket: Any) -> Any:
-    """As DDP does it: the mean over the ranks."""
+    """Reduces a bucket as DDP does: the mean over the ranks."""
     torch = sys.modules["torch"]
     buffer = bucket.buffer()
     buffer.div_(state.size)
     if state.finds_unused and bucket.is_last():
-        # The reducer goes on to agree on which parameters were used. The group counts its collectives.
+        # After the last bucket the reducer begins another all-reduce, of which parameters were used. The sequence
+        # number of the group tells whether it has begun.
         number = state.group._get_sequence_number_for_group()
         used = torch.zeros(state.parameters, dtype=torch.int32, device=buffer.device)
         options = torch.distributed.AllreduceOptions()
@@ -125,12 +127,12 @@ def _reduce_bucket(state: _HookState, bucket: Any) -> Any:
     return work.get_future().then(lambda done: done.value()[0])
 
 
-# DDP looks at them, and knows no annotation that is text.
+# DDP checks the annotations of a hook, and does not understand those that are strings.
 _reduce_bucket.__annotations__.clear()
 
 
 class _Fsdp:
-    """FSDP2 keeps its state in objects of its own, which PyTorch has no call to reset."""
+    """Resets FSDP2's internal state after a failed try. PyTorch has no function for that."""
 
     def __init__(self, modules: list[Any]) -> None:
         self._modules = modules
@@ -141,7 +143,7 @@ class _Fsdp:
             for parameter in group.fsdp_params:
                 grad = getattr(parameter, "unsharded_accumulated_grad", None)
                 if grad is not None:
-                    # Gradients that are added up before they are scattered.
+                    # Gradients accumulated without reduction, which are not scattered yet.
                     self._accumulated.append((parameter, grad, grad.detach().clone()))
 
     def back(self) -> None:
@@ -196,6 +198,6 @@ def _reshard(group: Any) -> None:
         if parameter.sharded_state is not sharded:
             parameter.to_sharded()
         elif unsharded is not None:
-            # Gathered, and not yet in use.
+            # Gathered, but not yet in use.
             parameter.free_unsharded_param()
     group._sharded_state = type(group._sharded_state).SHARDED

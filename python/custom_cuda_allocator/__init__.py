@@ -4,8 +4,9 @@
     custom_cuda_allocator.setup_allocator()                # before CUDA is used
     tensor = custom_cuda_allocator.allocate_tensor(num_elements=1_000_000, dtype=torch.float32, device=0)
 
-The memory is Cushion's; docs/doors.md says what differs. `torch.TensorOptions` and `torch.kCUDA`, which programs take
-from C++, are put into PyTorch where it has none. New programs need only `cushion.install()` and `torch.cuda.memory`.
+Cushion allocates the memory; docs/doors.md lists the differences. `torch.TensorOptions` and `torch.kCUDA`, which
+programs know from C++, are added to PyTorch if it lacks them. New programs need only `cushion.install()` and
+`torch.cuda.memory`.
 """
 
 from ._allocator import (

@@ -1,5 +1,5 @@
-"""The calls of custom_cuda_allocator. Those that allocate make Cushion PyTorch's allocator if nothing has yet; those
-that only ask do not."""
+"""The functions of custom_cuda_allocator. Those that allocate make Cushion PyTorch's allocator if it is not yet; those
+that only read statistics do not."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ._tensors import TensorOptions, lend_names
 
 _T = TypeVar("_T")
 
-# What the original called a GB.
+# A GB in the original package.
 _GB = 1 << 30
 
 
@@ -26,9 +26,8 @@ class MemoryStats(TypedDict):
     """The memory of one device. A GB is 1024³ bytes."""
 
     device: int
-    #: held by anybody, other processes included
+    #: used by all processes together
     used_gb: float
-    #: held by nobody
     free_gb: float
     total_gb: float
     #: in tensors and other allocations of this process
@@ -37,16 +36,17 @@ class MemoryStats(TypedDict):
     #: held by this process: allocated, or cached for the next allocation
     reserved_gb: float
     cached_gb: float
-    #: how often memory had to be given back before an allocation was tried again, and how often it was refused
+    #: how often an allocation was tried again after cached memory was released, and how often one was refused
     retry_count: int
     oom_count: int
 
 
 def setup_allocator() -> None:
-    """Makes Cushion PyTorch's allocator, before CUDA is used, and checks the variables. A second call changes nothing.
+    """Makes Cushion PyTorch's allocator, and checks the variables. Call it before CUDA is used. A second call changes
+    nothing.
 
-    :raises cushion.InstallError: if PyTorch does not let Cushion in; the text says why, and what to do
-    :raises ValueError: if a variable is no good
+    :raises cushion.InstallError: if Cushion cannot become PyTorch's allocator; the message says why, and what to do
+    :raises ValueError: if the value of a variable is not valid
     """
     _set_up(settings())
 
@@ -57,7 +57,7 @@ def _set_up(chosen: RetrySettings, *, without_torch: bool = False) -> None:
 
 
 def get_memory_stats(device: Any = -1) -> MemoryStats:
-    """The memory of a device; of the current one if none is given."""
+    """Returns the memory of a device; by default of the current one."""
     _doors.simulated()
     index = device_of(device)
     free, total = _cushion.memory_info(index)
@@ -80,16 +80,16 @@ def get_memory_stats(device: Any = -1) -> MemoryStats:
 def allocate_tensor(
     num_elements: int | None = None, dtype: Any = None, device: Any = 0, *, elements: int | None = None
 ) -> Any:
-    """A tensor of one dimension, not filled. Where it does not fit it is tried again, later and smaller, as the
-    variables say: `tensor.numel()` tells how large it is.
+    """Returns an uninitialized tensor of one dimension. If it does not fit, a smaller one is tried after a delay, as
+    the variables say. `tensor.numel()` tells how large it is.
 
-    :param num_elements: how many numbers it holds; `elements` is the same
-    :param dtype: of PyTorch, of NumPy, a type of Python's or a name; `float32` if not given
+    :param num_elements: the number of elements; `elements` is the same
+    :param dtype: a dtype of PyTorch or NumPy, a type of Python or a name; `float32` by default
     :param device: a number, "cuda", "cuda:1" or a `torch.device`
     :raises torch.OutOfMemoryError: if the last try does not fit either
     """
     if (num_elements is None) == (elements is None):
-        raise TypeError("allocate_tensor() takes num_elements, or elements, which is the same: one of them")
+        raise TypeError("allocate_tensor() takes num_elements or elements, which mean the same: give one of them")
     count = whole("num_elements", elements if num_elements is None else num_elements)
     chosen = settings()
     _set_up(chosen)
@@ -97,19 +97,19 @@ def allocate_tensor(
 
 
 def clear_cache() -> None:
-    """Gives back to the driver what is cached, on every device."""
+    """Releases cached memory to the driver, on every device."""
     _cushion.empty_cache()
 
 
 def get_retry_count() -> int:
-    """How often an allocation was tried again: by these calls after a delay, and by the allocator itself, on all
-    devices, after memory had been given back."""
+    """Returns how often an allocation was tried again: by these functions after a delay, and by the allocator itself
+    after it released cached memory, on all devices."""
     by_itself = sum(_cushion.memory_stats(device)["num_alloc_retries"] for device in _cushion.devices_in_use())
     return _retries.count + int(by_itself)
 
 
 class _Retries:
-    """How often these calls tried again."""
+    """Counts how often these functions tried again."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -124,7 +124,7 @@ _retries = _Retries()
 
 
 def _trying_again(make: Callable[[int], _T], count: int, chosen: RetrySettings, *, shrinks: bool) -> _T:
-    """What `make` makes of `count`, or, where that does not fit, of less and later."""
+    """Returns `make(count)`. If that does not fit, tries again after a delay, with less if `shrinks` is set."""
 
     def smaller(count: int, tries: int) -> int | None:
         if tries > chosen.max_retries:
@@ -136,16 +136,15 @@ def _trying_again(make: Callable[[int], _T], count: int, chosen: RetrySettings, 
         _retries.add()
         return following
 
-    # The delays are what these calls wait.
+    # The delays above are the only waits: the first try does not wait for memory.
     return largest(make, count, smaller, first_budget_ms=0)
 
 
 class _Given:
-    """The addresses that `allocate` gave and nobody gave back, of all `CUDAAllocator`s: there is one allocator in a
-    process. Safe from every thread."""
+    """The addresses that `allocate` of any `CUDAAllocator` returned and that are not freed yet. Thread-safe."""
 
     def __init__(self) -> None:
-        # A finaliser may give memory back in the middle of anything here, on the same thread.
+        # Reentrant: a finaliser may call deallocate() while this thread holds the lock.
         self._lock = threading.RLock()
         self._addresses: set[int] = set()
 
@@ -154,19 +153,19 @@ class _Given:
             self._addresses.add(address)
 
     def take(self, address: int) -> None:
-        """One of all who give an address back can; ValueError for the others."""
+        """Removes an address. Raises ValueError if it is not there: of several threads that free it, one succeeds."""
         with self._lock:
             if address in self._addresses:
                 self._addresses.remove(address)
                 return
         if _cushion.stream_of(address) is not None:
             raise ValueError(
-                f"CUDAAllocator.allocate() did not give the memory at {address:#x}, so that nothing is freed: it is "
-                "live, and a tensor's or somebody else's, who gives it back"
+                f"CUDAAllocator.allocate() did not return the address {address:#x}, so nothing is freed: the memory "
+                "there is live, and belongs to a tensor or another owner"
             )
         raise ValueError(
-            f"no live allocation starts at {address:#x} that CUDAAllocator.allocate() gave, so that nothing is freed: "
-            "it was given back before, or this is no address of allocate()'s"
+            f"no live allocation of CUDAAllocator.allocate() starts at {address:#x}, so nothing is freed: it was "
+            "freed before, or allocate() never returned this address"
         )
 
 
@@ -174,18 +173,18 @@ _given = _Given()
 
 
 class CUDAAllocator:
-    """Memory by address, and tensors. Makes Cushion PyTorch's allocator if nothing has yet; without PyTorch, memory by
-    address is there all the same."""
+    """Allocates memory by address, and tensors. Makes Cushion PyTorch's allocator if it is not yet; memory by address
+    works without PyTorch too."""
 
     def __init__(self) -> None:
-        #: what the variables said
+        #: the values of the variables
         self.settings = settings()
         _set_up(self.settings, without_torch=True)
 
     def allocate(self, size: int, device: Any = 0) -> int:
-        """The address of `size` bytes, for work on the device's current stream of PyTorch, or on its default stream
-        where PyTorch does not use it. They are counted with PyTorch's, and stay until `deallocate`. Where they do not
-        fit they are tried again later, as the variables say, and never fewer: nobody could know how many there are.
+        """Allocates `size` bytes and returns their address, for work on PyTorch's current stream of the device, or on
+        the default stream without PyTorch. The bytes are counted with PyTorch's, and stay until `deallocate`. If they
+        do not fit, the same size is tried again after a delay, as the variables say.
 
         :raises torch.OutOfMemoryError: if they do not fit; without PyTorch, MemoryError
         """
@@ -200,10 +199,10 @@ class CUDAAllocator:
         return address
 
     def deallocate(self, ptr: int) -> None:
-        """Gives back what `allocate` gave, of this `CUDAAllocator` or another, on whichever device; 0 is what
-        `allocate(0)` gives, and nothing to give back.
+        """Frees memory that `allocate` of any `CUDAAllocator` returned, on any device. Does nothing for 0, which
+        `allocate(0)` returns.
 
-        :raises ValueError: if `allocate` did not give it, or it was given back before; nothing is freed then
+        :raises ValueError: if `allocate` did not return the address, or it was freed before; nothing is freed then
         """
         address = whole("ptr", ptr)
         if address == 0:
@@ -212,18 +211,18 @@ class CUDAAllocator:
         try:
             _cushion.deallocate(address)
         except BaseException:
-            # It is there as before.
+            # The memory is still live.
             _given.add(address)
             raise
 
     def create_tensor(
         self, num_elements: int, options: TensorOptions | Any = None, *, dtype: Any = None, device: Any = None
     ) -> Any:
-        """A tensor of one dimension, not filled, as `allocate_tensor()` makes it.
+        """Returns an uninitialized tensor of one dimension, as `allocate_tensor()` does.
 
         :param options: `torch.TensorOptions()`, or a dtype
-        :param dtype: wins over that of the options
-        :param device: wins over that of the options; the current device if neither names one
+        :param dtype: overrides that of the options
+        :param device: overrides that of the options; by default the current device
         """
         count = whole("num_elements", num_elements)
         if not isinstance(options, TensorOptions):

@@ -1,4 +1,4 @@
-"""The variables of custom_cuda_allocator, read in one place: what its calls do when memory runs out."""
+"""Reads the environment variables of custom_cuda_allocator: what its functions do when memory runs out."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from cushion import _doors
 
 _T = TypeVar("_T")
 
-# Waits double: more than this would be a year of them.
+# The delay doubles each time: with more retries the delays would add up to years.
 MOST_RETRIES = 30
 
 
 @dataclass(frozen=True)
 class RetrySettings:
-    """What is tried when memory runs out, and how it is told."""
+    """What is tried when memory runs out, and whether that is logged."""
 
     #: `OOM_MAX_RETRIES`: how often an allocation is tried again
     max_retries: int = 3
-    #: `OOM_SIZE_FACTOR`: each try asks for this share of what the one before asked for
+    #: `OOM_SIZE_FACTOR`: each try requests this fraction of the size before
     size_factor: float = 0.7
-    #: `OOM_DELAY_MS`: how long to wait before the first of them
+    #: `OOM_DELAY_MS`: how long to wait before the first retry
     delay_ms: float = 200.0
-    #: `OOM_VERBOSE`: whether it is said on standard error
+    #: `OOM_VERBOSE`: whether retries are logged on standard error
     verbose: bool = False
 
     def delay_of(self, attempt: int) -> float:
-        """How many milliseconds to wait before a try; the first is attempt 0."""
+        """Returns how many milliseconds to wait before a retry; the first is attempt 0."""
         return self.delay_ms * float(2**attempt)
 
 
 def settings() -> RetrySettings:
-    """What the variables say now; ValueError names the one that is no good."""
+    """Returns the present values of the variables. Raises ValueError for a value that is not valid."""
     usual = RetrySettings()
     return RetrySettings(
         max_retries=_read(

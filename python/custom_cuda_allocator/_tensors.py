@@ -1,4 +1,4 @@
-"""What kind of tensor is wanted, in the form of C++, which PyTorch's Python does not know."""
+"""`TensorOptions` as in C++, which PyTorch does not have in Python."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class TensorOptions:
-    """A dtype and a device, named one after the other as in C++:
+    """A dtype and a device, set one after the other as in C++:
 
     torch.TensorOptions().dtype(torch.float32).device(torch.kCUDA, 1)
 
-    Each call gives new options. What is not named is `float32`, on the current device.
+    Each call returns new options. The defaults are `float32` and the current device.
     """
 
     chosen_dtype: Any = None
@@ -31,9 +31,9 @@ def _type_of(device: Any) -> str:
 
 
 def lend_names() -> None:
-    """Gives PyTorch the names `TensorOptions` and `kCUDA`, if it is loaded and has none of its own."""
+    """Adds the names `TensorOptions` and `kCUDA` to PyTorch, if it is imported and does not have them."""
     torch = sys.modules.get("torch")
-    # Another thread may be importing it.
+    # PyTorch may be imported only in part, by another thread.
     if torch is None or not hasattr(torch, "device"):
         return
     for name, value in (("TensorOptions", TensorOptions), ("kCUDA", torch.device("cuda"))):

@@ -5,8 +5,8 @@
     ...
     print(gcAllocator.get_stats())
 
-or, around a part of a program, `with GCAllocator(enable_logging=True) as allocator`. The memory is Cushion's, which
-counts it; docs/doors.md says what differs. New programs need only `cushion.install()` and `torch.cuda.memory`.
+or, around a part of a program, `with GCAllocator(enable_logging=True) as allocator`. Cushion allocates the memory and
+counts it; docs/doors.md lists the differences. New programs need only `cushion.install()` and `torch.cuda.memory`.
 """
 
 from . import gc_allocator_core

@@ -1,5 +1,5 @@
-"""The allocator as gcAllocator names it. There is one in a process, whatever number of `GCAllocator`s is made: PyTorch
-has one allocator, changes it once, and never back."""
+"""gcAllocator's interface to Cushion. All `GCAllocator` objects of a process share one state: PyTorch has one
+allocator, which can be changed once, and never back."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cushion import _doors, _log
 from ._ledger import ledger
 from ._stats import AllocatorStats, gather
 
-# A finaliser may ask for figures in the middle of anything here, on the same thread.
+# Reentrant: a finaliser may call get_stats() while this thread holds the lock.
 _lock = threading.RLock()
 _installed = False
 _frozen: AllocatorStats | None = None
@@ -21,33 +21,32 @@ _said = False
 
 
 class GCAllocator:
-    """Cushion as PyTorch's allocator, from `install()`, or the beginning of a `with` block, on.
+    """Makes Cushion PyTorch's allocator, at `install()` or at the beginning of a `with` block.
 
-    :param enable_logging: whether what was installed, every allocation that is refused, and memory of others that is
-        tracked, is said on standard error, through Python's logger `cushion`; what `GC_ALLOCATOR_LOG` says if it is not
-        given
+    :param enable_logging: whether the installation, every refused allocation, and tracked memory that is not Cushion's,
+        are reported on standard error, through Python's logger `cushion`; by default the value of `GC_ALLOCATOR_LOG`
     """
 
     def __init__(self, enable_logging: bool | None = None) -> None:
         self.enable_logging = enable_logging
-        # Of each block that is open: whether it changed anything.
+        # For each open `with` block, whether it installed the allocator.
         self._changed: list[bool] = []
 
     def install(self) -> GCAllocator:
-        """Makes Cushion PyTorch's allocator, before CUDA is used, and counts from now on.
+        """Makes Cushion PyTorch's allocator, and starts counting. Call it before CUDA is used.
 
-        :raises cushion.InstallError: if PyTorch does not let Cushion in; the text says why, and what to do
+        :raises cushion.InstallError: if Cushion cannot become PyTorch's allocator; the message says why, and what to do
         """
         self._install()
         return self
 
     def uninstall(self) -> None:
-        """Ends the counting: `get_stats()` stays as it is now. Cushion serves on, since PyTorch cannot change its
-        allocator back; that is said once."""
+        """Stops counting: `get_stats()` keeps its present values. Cushion stays PyTorch's allocator, because PyTorch
+        cannot change it back; a warning says so once."""
         _uninstall()
 
     def get_stats(self) -> AllocatorStats:
-        """What the allocator has done so far, or had when it was uninstalled."""
+        """Returns the statistics so far, or those at the time of `uninstall()`."""
         return get_stats()
 
     def __enter__(self) -> GCAllocator:
@@ -57,12 +56,12 @@ class GCAllocator:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # Not what a program around this block installed.
+        # If the allocator was installed outside this block, it stays.
         if self._changed.pop():
             _uninstall()
 
     def _install(self) -> bool:
-        """Returns whether that changed anything."""
+        """Returns whether the allocator was not installed before."""
         global _installed, _frozen
         wanted = _doors.flag("GC_ALLOCATOR_LOG") if self.enable_logging is None else self.enable_logging
         _doors.enter(wanted)
@@ -100,7 +99,7 @@ def _uninstall() -> None:
     _log.logger.info("gcAllocator: uninstalled with %s", stats)
     if say:
         warnings.warn(
-            "PyTorch cannot change its allocator back: Cushion goes on serving this process, and gcAllocator's "
-            "get_stats() stays as it is now",
+            "PyTorch cannot change its allocator back: Cushion stays the allocator of this process, and gcAllocator's "
+            "get_stats() keeps its present values",
             stacklevel=3,
         )

@@ -1,4 +1,4 @@
-"""Memory that is not Cushion's and that a program tells of. What Cushion makes it counts by itself."""
+"""Counts memory that is not Cushion's and that a program reports. Cushion counts its own memory itself."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from ._stats import TrackedStats, human
 
 
 class Ledger:
-    """What was told of. Safe from every thread."""
+    """The reported memory. Thread-safe."""
 
     def __init__(self) -> None:
-        # A finaliser may end what it tracks in the middle of anything here, on the same thread.
+        # Reentrant: a finaliser may call remove() while this thread holds the lock.
         self._lock = threading.RLock()
         self._live: dict[int, tuple[int, int]] = {}
         self._allocations = self._deallocations = 0
@@ -23,7 +23,7 @@ class Ledger:
         is_cushion_s = _cushion.device_of(ptr) is not None
         entry = (size, device)
         with self._lock:
-            # Nobody told of its end: two owners do not have one address at once.
+            # An address has one owner at a time, so an earlier allocation there has ended without a report.
             self._drop(ptr)
             if is_cushion_s:
                 return
@@ -32,13 +32,13 @@ class Ledger:
             self._allocated += size
             self._current += size
             self._peak = max(self._peak, self._current)
-        _log.logger.info("gcAllocator: GPU %d: tracks %s at %#x, which are not Cushion's", device, human(size), ptr)
+        _log.logger.info("gcAllocator: GPU %d: tracks %s at %#x, which is not Cushion's", device, human(size), ptr)
 
     def remove(self, ptr: int) -> None:
         with self._lock:
             size = self._drop(ptr)
         if size is not None:
-            _log.logger.info("gcAllocator: tracks %s at %#x no longer", human(size), ptr)
+            _log.logger.info("gcAllocator: no longer tracks %s at %#x", human(size), ptr)
 
     def _drop(self, ptr: int) -> int | None:
         if ptr not in self._live:

@@ -1,5 +1,5 @@
-"""The figures of gcAllocator, read from Cushion's own counters. Sizes are of blocks, as `torch.cuda.memory_allocated()`
-counts them: a little more than was asked for."""
+"""The statistics of gcAllocator, read from Cushion's counters. Sizes are those of blocks, as in
+`torch.cuda.memory_allocated()`: a little more than was requested."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cushion import _cushion
 
 @dataclass(frozen=True)
 class _Counts:
-    """What was allocated and freed."""
+    """Counts of allocations and frees."""
 
     total_allocations: int = 0
     total_deallocations: int = 0
@@ -30,14 +30,14 @@ class _Counts:
 
 @dataclass(frozen=True)
 class TrackedStats(_Counts):
-    """Memory that is not Cushion's, as `gc_allocator_core` was told of it."""
+    """Memory that is not Cushion's, as reported to `gc_allocator_core`."""
 
     bytes_by_device: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class DeviceStats(_Counts):
-    """The figures of one device. `oom_count` is how often an allocation was refused."""
+    """The statistics of one device. `oom_count` is how often an allocation was refused."""
 
     oom_count: int = 0
 
@@ -47,11 +47,11 @@ class DeviceStats(_Counts):
 
 @dataclass(frozen=True)
 class AllocatorStats(_Counts):
-    """The figures of this process since Cushion began to serve it, over all devices, and of each.
+    """The statistics of this process since Cushion was installed, for all devices together and for each.
 
-    `peak_bytes_allocated` is the sum of the devices' peaks, which may be of different moments: over several devices
-    no more was in use at once, but perhaps less. `torch.cuda.reset_peak_memory_stats()` and its like reset these
-    figures too. Memory of others is in `tracked` alone.
+    `peak_bytes_allocated` is the sum of the devices' peaks. With several devices it is an upper bound, because their
+    peaks may be at different times. `torch.cuda.reset_peak_memory_stats()` and the like reset these statistics too.
+    Memory that is not Cushion's is counted only in `tracked`.
     """
 
     oom_count: int = 0
@@ -63,12 +63,12 @@ class AllocatorStats(_Counts):
         if len(self.device_stats) > 1:
             lines += [f"  GPU {device}: {stats}" for device, stats in self.device_stats.items()]
         if self.tracked.total_allocations:
-            lines.append(f"  tracked, and not Cushion's: {self.tracked}")
+            lines.append(f"  tracked, not Cushion's: {self.tracked}")
         return "\n".join(lines)
 
 
 def gather(tracked: TrackedStats) -> AllocatorStats:
-    """All figures now."""
+    """Returns the present statistics."""
     devices = {device: _of_device(_cushion.memory_stats(device)) for device in _cushion.devices_in_use()}
     names = [one.name for one in fields(DeviceStats)]
     sums = {name: sum(getattr(stats, name) for stats in devices.values()) for name in names}
@@ -89,7 +89,7 @@ def _of_device(figures: dict[str, Any]) -> DeviceStats:
 
 
 def human(size: int) -> str:
-    """Bytes for people: 1.50 GiB, 20.00 MiB, 512 bytes."""
+    """Formats a number of bytes: 1.50 GiB, 20.00 MiB, 512 bytes."""
     for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
         if size >= unit:
             return f"{size / unit:.2f} {name}"

@@ -1,5 +1,5 @@
-"""Tracking by hand. Cushion counts its own memory, PyTorch's tensors among it, without being told: these two are for
-memory from elsewhere, which they count apart, in `get_stats().tracked`."""
+"""Tracking of memory that is not Cushion's, counted separately in `get_stats().tracked`. Cushion counts its own memory,
+including that of PyTorch's tensors, without these functions."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from ._ledger import ledger
 
 
 def track_allocation(ptr: int, size: int, device: int = 0) -> None:
-    """Counts `size` bytes at `ptr` on a device, unless they are Cushion's and so counted already.
+    """Counts `size` bytes at `ptr` on a device, unless they are Cushion's and therefore counted already.
 
-    :raises TypeError: if an argument is no whole number
-    :raises ValueError: if one is negative
+    :raises TypeError: if an argument is not a whole number
+    :raises ValueError: if an argument is negative
     """
     ptr, size, device = whole("ptr", ptr), whole("size", size), whole("device", device)
     if ptr != 0:
@@ -20,10 +20,10 @@ def track_allocation(ptr: int, size: int, device: int = 0) -> None:
 
 
 def track_deallocation(ptr: int) -> None:
-    """Counts the end of what `track_allocation` counted; of Cushion's memory, or of any that it was not told of, there
-    is nothing to count.
+    """Counts the free of memory that `track_allocation` counted. Does nothing for Cushion's memory and for unknown
+    addresses.
 
-    :raises TypeError: if the address is no whole number
-    :raises ValueError: if it is negative
+    :raises TypeError: if the address is not a whole number
+    :raises ValueError: if the address is negative
     """
     ledger.remove(whole("ptr", ptr))

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def plain_probes(start: int, largest: int, limit: int | None = None) -> int:
-    """How many tries doubling and bisection take, as they are known."""
+    """Returns how many tries plain doubling and bisection take."""
     start = start if limit is None else min(start, limit)
     probes, fits, fails, size = 0, 0, None, start
     while fails is None and fits != limit:
@@ -24,7 +24,7 @@ def plain_probes(start: int, largest: int, limit: int | None = None) -> int:
 
 
 class Card:
-    """A step that fits up to a size, and keeps the sizes that it was tried with."""
+    """A step that fits up to a size. It records the sizes it was called with."""
 
     def __init__(self, largest: int, error: Callable[[], BaseException] = lambda: MemoryError("out")) -> None:
         self.largest, self.error = largest, error
@@ -43,7 +43,7 @@ class Shaped:
 
 
 class Model:
-    """As much of a module as remembering takes."""
+    """The attributes of a module that remembering an answer needs."""
 
     training = False
 

@@ -1,4 +1,4 @@
-"""What tests of exact gradients share: small models in float64, steps that run out of memory, and comparisons."""
+"""Shared by tests of exact gradients: small models in float64, steps that run out of memory, and comparisons."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from support import TorchCase
 
 
 class ExactCase(TorchCase):
-    """On the CPU, in float64, from one seed."""
+    """Tests on the CPU, in float64, with a fixed seed."""
 
     policy = None
 
@@ -20,9 +20,9 @@ class ExactCase(TorchCase):
         self.torch = torch
         torch.set_default_dtype(torch.float64)
         torch.manual_seed(0)
-        # Models this small gain nothing from more, and lose much where others use the machine.
+        # Small models gain nothing from more threads, and are slowed by them on a busy machine.
         torch.set_num_threads(1)
-        # A full collection would look through all of PyTorch after each failed try.
+        # Otherwise each failed try runs a full collection over all objects of PyTorch.
         gc.freeze()
 
     # ---- models and batches ----
@@ -32,7 +32,7 @@ class ExactCase(TorchCase):
         return nn.Sequential(nn.Linear(inputs, 9), nn.Tanh(), nn.Linear(9, outputs))
 
     def labelled(self, rows: int = 11, length: int = 5, classes: int = 4) -> tuple[Any, Any]:
-        """Sequences whose labels are ignored after their ends, which differ."""
+        """Returns sequences of different lengths. Labels after the end of a sequence are ignored."""
         inputs = self.torch.randn(rows, length, 6)
         labels = self.torch.randint(0, classes, (rows, length))
         for row in range(rows):
@@ -50,14 +50,14 @@ class ExactCase(TorchCase):
         return error
 
     def at_most(self, rows: int, batch: Any) -> None:
-        """As if memory were enough for so many rows."""
+        """Raises out of memory if a batch has more than `rows` rows."""
         if len(batch) > rows:
             raise self.out_of_memory()
 
     # ---- gradients ----
 
     def gradients(self, parameters: Any) -> list[Any]:
-        """Copies of them, with zeros where there are none; they are then taken away."""
+        """Returns copies of the gradients, with zeros for missing ones, and sets the gradients to None."""
         parameters = list(parameters.parameters() if hasattr(parameters, "parameters") else parameters)
         found = [self.torch.zeros_like(it) if it.grad is None else it.grad.to_dense().clone() for it in parameters]
         for parameter in parameters:
@@ -65,13 +65,13 @@ class ExactCase(TorchCase):
         return found
 
     def expected(self, model: Any, compute: Callable[[], Any]) -> tuple[Any, list[Any]]:
-        """The loss and the gradients of a step that nobody retries."""
+        """Returns the loss and the gradients of a step without `cushion.retry`."""
         loss = compute()
         loss.backward()
         return loss.detach(), self.gradients(model)
 
     def assert_close(self, got: Iterable[Any], expected: Iterable[Any], tolerance: float = 1e-12) -> None:
-        """All values together: relative to the norm of what is expected."""
+        """Compares all values together, relative to the norm of the expected ones."""
         join = self.torch.cat
         got, expected = join([it.flatten() for it in got]), join([it.flatten() for it in expected])
         self.assertTrue(bool(expected.isfinite().all()), "what is expected is no number")

@@ -1,4 +1,4 @@
-"""What tests of offloaders share: modules and optimizers that the stand-ins for CUDA can run, and shortages."""
+"""Shared by tests of offloaders: modules and optimizers that the stand-ins for CUDA can run, and shortages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _scale_class() -> Any:
         def forward(self, x: Any) -> Any:
             return x * self.weight
 
-    # Where pickle looks for it.
+    # The name by which pickle finds the class.
     Scale.__qualname__ = "Scale"
     globals()["Scale"] = Scale
     return Scale
@@ -38,11 +38,11 @@ class OffloadCase(support.TorchCase):
         self.cushion = cushion
 
     def offloader(self, function: Any) -> Any:
-        """With time enough on a machine that is busy."""
+        """Creates an offloader with a budget that is long enough for a busy machine."""
         return self.cushion.offloader(function, budget_ms=60_000)
 
     def scale(self, mib: int = 32) -> Any:
-        """A module with one weight, whose forward pass the stand-in can do."""
+        """Returns a module with one weight, whose forward pass the stand-in can run."""
         return _scale_class()(mib)
 
     def optimizer(self, *modules: Any, make: Any = None) -> Any:
@@ -60,18 +60,18 @@ class OffloadCase(support.TorchCase):
         return int(self.torch.cuda.memory_allocated()) // MIB
 
     def said(self) -> list[str]:
-        """What offloaders said in the last shortage."""
+        """Returns the answers of the offloaders in the last shortage."""
         return [answer.said for answer in self.cushion.receipts()[-1].answers]
 
     def short(self) -> list[str]:
-        """Asks for more than there is, and no more than there could be; what offloaders said."""
+        """Allocates more than is free, but less than the device has. Returns the answers of the offloaders."""
         self.torch.cuda.empty_cache()
         with contextlib.suppress(self.torch.cuda.OutOfMemoryError):
             self.empty(min(1024 - self.allocated() + 8, 1000))
         return self.said()
 
     def step_with_state(self, wrapper: Any, mover: Any, inner: Any, mib: int) -> None:
-        """A step of a wrapper has its state, and afterwards it may leave."""
+        """Checks that a step of a wrapper brings the state back, and that the state may be moved afterwards."""
         inside: list[int] = []
         handle = inner.register_step_pre_hook(lambda *_: inside.append(mover.bytes_away))
         self.assertEqual(mover.away(), mib * MIB)

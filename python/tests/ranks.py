@@ -1,5 +1,5 @@
-"""Ranks for tests: processes of one gloo group on this machine, forked from a test's own process, and failures at the
-n-th operation of a step."""
+"""Ranks for tests: processes of one gloo group, forked from the process of a test, and failures at the n-th operation
+of a step."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-# A rank that waits for another longer than this is stuck.
+# Seconds after which a rank that waits for another counts as hanging.
 STUCK = 60.0
 
 
 class Ended(Exception):
-    """Ends a rank with a result, although its group is broken: it waits for no other rank."""
+    """Ends a rank with a result, without waiting for other ranks: its group is broken."""
 
     def __init__(self, result: Any) -> None:
         super().__init__()
@@ -30,8 +30,8 @@ class Ended(Exception):
 
 
 def run(world: int, function: Callable[..., Any], *arguments: Any, timeout: float = STUCK) -> list[Any]:
-    """Calls `function(rank, world, *arguments)` on every rank; returns what they return, which JSON has to know. A rank
-    that ends by a signal returns the signal's negative number."""
+    """Calls `function(rank, world, *arguments)` on every rank. Returns their results, which have to be JSON. The result
+    of a rank that a signal ended is the negative number of the signal."""
     port = _free_port()
     ranks = [_fork(rank, world, port, function, arguments, timeout) for rank in range(world)]
     results: dict[int, Any] = {}
@@ -79,7 +79,7 @@ def _fork(
         os.close(writing)
         return pid, reading
     os.close(reading)
-    # Where it is stuck, if it is.
+    # Shows where the rank hangs, if it does.
     faulthandler.dump_traceback_later(timeout - 2, file=sys.stderr)
     try:
         report = {"result": _as_rank(rank, world, port, function, arguments)}
@@ -97,7 +97,7 @@ def _as_rank(rank: int, world: int, port: int, function: Callable[..., Any], arg
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    # A try again collects cycles, also among all that torch has loaded.
+    # Otherwise each further try runs a full collection over all objects of torch.
     gc.collect()
     gc.freeze()
     dist.init_process_group(
@@ -109,13 +109,13 @@ def _as_rank(rank: int, world: int, port: int, function: Callable[..., Any], arg
     )
     result = function(rank, world, *arguments)
     if world > 1:
-        # The first rank has the store.
+        # The first rank holds the store, and has to end last.
         dist.barrier()
     return result
 
 
 def failing_at(nth: int) -> Any:
-    """Inside of this, the n-th operation of PyTorch runs out of memory; `operations` counts them."""
+    """Makes the n-th operation of PyTorch in the block run out of memory; `operations` counts them."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -132,7 +132,7 @@ def failing_at(nth: int) -> Any:
 
 
 def gradients(module: Any) -> Any:
-    """All gradients of a module that are here, as one tensor."""
+    """Returns all gradients of a module on this rank, as one tensor."""
     import torch
 
     grads = [getattr(it.grad, "_local_tensor", it.grad) for it in module.parameters() if it.grad is not None]

@@ -1,4 +1,4 @@
-"""A simulated device that tests of shortages share: no PyTorch, no GPU."""
+"""A simulated device for tests of shortages, without PyTorch and without a GPU."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ class Simulated(support.ProcessCase):
         self.addCleanup(_cushion.check_invariants, 0)
 
     def fill(self) -> int:
-        """Takes all there is."""
+        """Allocates all memory."""
         return self.engine.allocate(GIB)
 
     def refused(self, size: int = 100 * MIB) -> Any:
-        """Asks for what is refused; returns the exception."""
+        """Makes an allocation that is refused, and returns the exception."""
         with self.assertRaises(self.cushion.OutOfMemoryError) as raised:
             self.engine.allocate(size)
         return raised.exception
 
     @contextlib.contextmanager
     def another_holds(self, size: int) -> Any:
-        """Another thread holds memory meanwhile; it gives it back when it is told to, or at the end."""
+        """Lets another thread hold memory inside the block. It frees the memory on request, or at the end."""
         taken, let_go, done = threading.Event(), threading.Event(), threading.Event()
 
         def hold() -> None:

@@ -1,19 +1,19 @@
-"""The pieces of code that people are shown: where they are, and what has to be there before they run.
+"""Finds the pieces of code in pages, docstrings and messages, and has the setups that they need.
 
 `test_snippets.py` runs them. A piece is
 
-- a block of Python in README.md or docs/*.md. The blocks of a page are one program, from top to bottom. What is written
-  above a block in a comment that readers do not see says more:
+- a block of Python in README.md or docs/*.md. The blocks of a page are one program, from top to bottom. A hidden
+  comment above a block may change that:
 
-      <!-- setup: NAME -->        the names that `SETUPS["NAME"]()` returns are there, in the place of those before
-      <!-- another program -->    this block begins a new program, in a process of its own
-      <!-- not run: WHY -->       it is compiled only: it needs more than stand-ins for CUDA
+      <!-- setup: NAME -->        the names that `SETUPS["NAME"]()` returns replace those before
+      <!-- another program -->    this block begins a new program, in its own process
+      <!-- not run: WHY -->       the block is only compiled: it needs more than the stand-ins for CUDA
 
-- an indented block in the docstring of a public name. Its setup has the name that people write: `cushion.retry`;
+- an indented block in the docstring of a public name. Its setup is named after it: `cushion.retry`;
 - code in a message (`pieces`).
 
-A setup returns a dict of names. Under "after" it may have a function that is called with all names once the block has
-run: there it says whether the block did what the page says."""
+A setup returns a dict of names. Its entry "after" may be a function, which is called with all names after the block: it
+checks that the block did what the page says."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ MIB, GIB = support.MIB, support.GIB
 
 @dataclass(frozen=True)
 class Block:
-    """Code that is shown."""
+    """A block of code."""
 
-    #: the file or the name that it is shown in
+    #: the file, or the name, that contains it
     where: str
-    #: the number of its first line there
+    #: its first line there
     line: int
-    #: the language that the page gives, if any
+    #: the language after the fence, if any
     language: str
     code: str
     setup: str | None = None
@@ -66,7 +66,7 @@ _COMMENT = re.compile(r" *<!-- (?P<what>setup|not run|another program)(?:: (?P<v
 
 
 def blocks(page: Path) -> list[Block]:
-    """The fenced blocks of a page, of every language."""
+    """Returns the fenced blocks of a page, in any language."""
     found: list[Block] = []
     comments: dict[str, str] = {}
     lines = iter(enumerate(page.read_text().splitlines(), 1))
@@ -94,13 +94,13 @@ def blocks(page: Path) -> list[Block]:
             )
             comments = {}
         elif line.strip():
-            # A comment is for the block right below it.
+            # A comment applies to the block directly below it.
             comments = {}
     return found
 
 
 def programs(page: Path) -> list[list[Block]]:
-    """The Python of a page, a list of blocks for each program."""
+    """Returns the Python programs of a page, each as a list of blocks."""
     found: list[list[Block]] = []
     for block in blocks(page):
         if block.language == "python":
@@ -111,8 +111,8 @@ def programs(page: Path) -> list[list[Block]]:
 
 
 def docstrings() -> list[list[Block]]:
-    """The indented blocks in the docstrings of the packages and of their public names, and of the methods of those.
-    Read from the sources: to import the packages would change what is tested."""
+    """Returns the indented blocks in the docstrings of the packages, of their public names and of their methods. They
+    are read from the sources: importing the packages would change what is tested."""
     found = []
     for package in PACKAGES:
         file = support.ROOT / "python" / package / "__init__.py"
@@ -128,15 +128,15 @@ def docstrings() -> list[list[Block]]:
 
 
 def _public(file: Path, module: ast.Module) -> dict[str, tuple[Path, Any]]:
-    """Where the functions and classes are defined that a package offers."""
+    """Returns where the public functions and classes of a package are defined."""
     found: dict[str, tuple[Path, Any]] = {}
     for statement in module.body:
         if isinstance(statement, ast.ImportFrom) and statement.level == 1:
             source = file.parent / f"{statement.module}.py"
-            # What is in Rust has its texts there.
+            # A name from Rust has its docstring there.
             defined = ast.parse(source.read_text()).body if source.exists() else []
             names = {it.name for it in statement.names}
-            # Of overloads, the last has the docstring.
+            # The last of several overloads has the docstring.
             found.update({it.name: (source, it) for it in defined if getattr(it, "name", None) in names})
     return found
 
@@ -151,7 +151,7 @@ def _in_docstring(name: str, file: Path, owner: Any) -> Iterator[Block]:
 
 
 def _indented(text: str) -> Iterator[tuple[int, str]]:
-    """Blocks that are indented by four after an empty line. What follows `:param` has no empty line before it."""
+    """Returns blocks that are indented by four after an empty line. Lines after `:param` have no empty line before."""
     lines = text.splitlines()
     at = 0
     while at < len(lines):
@@ -165,10 +165,10 @@ def _indented(text: str) -> Iterator[tuple[int, str]]:
 
 
 def run(program: list[Block]) -> None:
-    """Runs the blocks of one program, in a folder of its own."""
+    """Runs the blocks of one program, in a temporary folder."""
     names: dict[str, Any] = {"__name__": "__main__"}
     for name in ("cushion", "torch"):
-        # A page says once, at its beginning or not at all, what all of them import.
+        # The blocks of a page may omit these imports.
         names[name] = importlib.import_module(name)
     with tempfile.TemporaryDirectory() as folder, _in(folder):
         for block in program:
@@ -187,7 +187,7 @@ def _in(folder: str) -> Iterator[None]:
 
 
 def compiled(block: Block) -> Any:
-    """Its code, with the numbers of its lines as they are on the page, and with `await` as in asyncio's own prompt."""
+    """Returns the compiled code of a block, with the line numbers of the page, and with top-level `await` allowed."""
     path = support.ROOT / block.where
     source = "\n" * (block.line - 1) + block.code
     return compile(source, str(path), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
@@ -195,7 +195,7 @@ def compiled(block: Block) -> Any:
 
 def _run(block: Block, names: dict[str, Any]) -> None:
     after = None
-    # Of docstrings, only those have one that need it; a page that names one means it.
+    # A docstring may have no setup. A setup that a page names has to exist.
     if block.setup in SETUPS or (block.setup is not None and block.where.endswith(".md")):
         names.update(SETUPS[block.setup]())
         after = names.pop("after", None)
@@ -208,11 +208,11 @@ def _run(block: Block, names: dict[str, Any]) -> None:
         after(names)
 
 
-# ---- what has to be there ----
+# ---- setups ----
 
 
 class Check(AssertionError):
-    """A block ran, and did not do what it says."""
+    """A block ran, but did not do what the page says."""
 
 
 def check(holds: bool, what: str) -> None:
@@ -221,8 +221,8 @@ def check(holds: bool, what: str) -> None:
 
 
 def _card() -> Any:
-    """A model on a card that is too small: it runs out of memory with more than `room` rows, and in the next `failures`
-    backward passes, when some gradients are there already. On the CPU, where gradients can be compared."""
+    """Returns a model on a device that is too small: it runs out of memory with more than `room` rows, and in the next
+    `failures` backward passes, after some gradients have been computed. It is on the CPU, to compare gradients."""
     import torch
 
     def refuse() -> None:
@@ -251,7 +251,7 @@ def _card() -> Any:
 
 
 def training(room: int | None = 2) -> dict[str, Any]:
-    """A training step for batches of 7 rows, of which 2 fit. The last rows of each batch have no label."""
+    """Returns a training step for batches of 7 rows, of which 2 fit. The last rows of each batch have no label."""
     import torch
 
     card = _card()
@@ -278,7 +278,7 @@ def _gradients(card: Any) -> list[Any]:
 
 
 def same_gradients(names: dict[str, Any], *arguments: str) -> None:
-    """`step` runs out of memory, is done in parts, and has the loss and the gradients of the whole batch."""
+    """Checks that `step` runs out of memory, runs in parts, and has the loss and the gradients of the whole batch."""
     import torch
 
     card, step = names["card"], names["step"]
@@ -303,7 +303,8 @@ def _step_by_labels() -> dict[str, Any]:
 
 
 def _whole_steps() -> dict[str, Any]:
-    """Every batch fits, and memory runs out once: three steps, four tries, and the weights of a run without that."""
+    """Every batch fits, and memory runs out once: three steps take four tries, and give the weights of a run without
+    the shortage."""
     import torch
 
     import cushion
@@ -336,7 +337,7 @@ def _inference() -> dict[str, Any]:
 
 
 def _by_sample() -> dict[str, Any]:
-    """The function is used to split a step over images."""
+    """Uses the function of the block to split a step over images."""
 
     def after(names: dict[str, Any]) -> None:
         import cushion
@@ -357,7 +358,7 @@ def _by_sample() -> dict[str, Any]:
 
 
 def _one_rank() -> dict[str, Any]:
-    """A process group of one rank, over the CPU."""
+    """Creates a process group of one rank, on the CPU."""
     import torch.distributed as dist
 
     if not dist.is_initialized():
@@ -367,7 +368,7 @@ def _one_rank() -> dict[str, Any]:
 
 
 def _readme() -> dict[str, Any]:
-    """Nothing that is named does anything: the block shows where it would stand."""
+    """The names in the block do nothing: it only shows the place of the call."""
 
     def after(names: dict[str, Any]) -> None:
         import cushion
@@ -382,7 +383,7 @@ def _readme() -> dict[str, Any]:
 
 
 def installed() -> dict[str, Any]:
-    """Cushion serves PyTorch."""
+    """Makes Cushion PyTorch's allocator."""
     import cushion
 
     cushion.install()
@@ -390,7 +391,7 @@ def installed() -> dict[str, Any]:
 
 
 def _refuse() -> None:
-    """Asks for more than the device has."""
+    """Allocates more than the device has."""
     import torch
 
     torch.empty(1 << 45, dtype=torch.uint8, device="cuda")
@@ -427,7 +428,7 @@ def _callback() -> dict[str, Any]:
 
 
 def _on_the_card() -> dict[str, Any]:
-    """An optimizer with state, and layers, on the GPU."""
+    """Returns an optimizer with state, and layers, on the GPU."""
     import torch
 
     installed()
@@ -475,7 +476,7 @@ def _budget() -> dict[str, Any]:
 
 
 def _training_that_is_made_to_fail() -> dict[str, Any]:
-    """Five allocations in a step, of which the fifth is refused."""
+    """A step with five allocations, of which the fifth is refused."""
     installed()
     refused = []
 
@@ -502,7 +503,7 @@ def _made_to_fail_rarely() -> dict[str, Any]:
 
 
 def _docstring_of_retry() -> dict[str, Any]:
-    """The first line runs a step that fails once, the second one that is too large."""
+    """The first line runs a step that fails once, the second a step that is too large."""
     found = training()
 
     def step(inputs: Any, targets: Any) -> Any:
@@ -510,13 +511,13 @@ def _docstring_of_retry() -> dict[str, Any]:
         loss.backward()
         return loss.detach()
 
-    # The first line cannot make it smaller.
+    # The first line does not split the step.
     found["card"].room, found["card"].failures = None, 1
     return {**found, "step": step}
 
 
 def _search_for_a_size() -> dict[str, Any]:
-    """A step of so many rows, of which 11 fit."""
+    """A step of which 11 rows fit."""
     import torch
 
     found = training(room=11)
@@ -531,7 +532,7 @@ def _search_for_a_size() -> dict[str, Any]:
 
 
 def _averages() -> dict[str, Any]:
-    """An offloader by the name that a docstring has."""
+    """Returns an offloader under the name in the docstring."""
     import cushion
 
     found = _on_the_card()
@@ -553,7 +554,7 @@ SETUPS: dict[str, Callable[[], dict[str, Any]]] = {
     "a model to save": _last_moment,
     "a search": _budget,
     "failures": _training_that_is_made_to_fail,
-    # of docstrings
+    # setups of docstrings
     "cushion.budget": _budget,
     "cushion.find_batch_size": _search_for_a_size,
     "cushion.inject": _made_to_fail_rarely,
@@ -563,7 +564,7 @@ SETUPS: dict[str, Callable[[], dict[str, Any]]] = {
 try:
     frameworks: Any = importlib.import_module("snippets_frameworks")
 except ImportError:
-    # That page is not there, or needs nothing.
+    # The page does not exist, or needs no setup.
     pass
 else:
     SETUPS.update(frameworks.SETUPS)
@@ -574,21 +575,21 @@ else:
 
 @dataclass(frozen=True)
 class Piece:
-    """What a message tells people to write, or only names."""
+    """Code that a message suggests, or a name in it."""
 
     kind: str
     code: str
 
     @property
     def shape(self) -> str:
-        """Without its figures, by which it is known again."""
+        """The code without its numbers, by which it is recognised."""
         return re.sub(r"\d+(\.\d+)?", "N", self.code)
 
     def run(self, names: dict[str, Any]) -> None:
         getattr(self, f"_{self.kind}")(names)
 
     def _decorator(self, names: dict[str, Any]) -> None:
-        """It is written above a step that has nothing of Cushion's. Parts have the gradients of the whole."""
+        """Decorates a plain step with it. Parts have to give the gradients of the whole."""
         names.update(training())
         exec(f"{self.code}\n{_A_STEP}", names)
         same_gradients(names, "inputs", "targets")
@@ -604,7 +605,7 @@ class Piece:
 
         variable, value = self.code.split("=")
         self._variable({"variable": variable})
-        # A value that is no good raises.
+        # An invalid value raises.
         _cushion.gather_settings({variable: value})
 
     def _variable(self, names: dict[str, Any]) -> None:
@@ -626,7 +627,7 @@ def step(inputs, targets):
     return loss.detach()
 """
 
-# The first that matches takes a piece of text away from those below.
+# The first kind that matches a piece of text is used.
 _KINDS = (
     ("decorator", r"@cushion\.retry\(.*?\)(?=,)"),
     ("block", r"(?<=`)with cushion\.\w+\(.*?\):(?=`)"),
@@ -636,13 +637,13 @@ _KINDS = (
     ("name", r"\b(?:cushion|torch)(?:\.\w+)+"),
     ("variable", r"\bCUSHION_[A-Z_]+"),
 )
-# What else would be code, had it a kind.
+# Text that looks like code. It has to match one of the kinds above.
 _CODE = re.compile(r"\w+\(|\w=\S|[@{}\[\]]")
 
 
 def pieces(text: str) -> list[Piece]:
-    """All code in a text, in the order of its kinds. What looks like code and has no kind is an error: it would not be
-    run."""
+    """Returns all code in a text, in the order of the kinds. Raises for text that looks like code and has no kind: it
+    would not be run."""
     found = []
     for kind, pattern in _KINDS:
         found += [Piece(kind, it) for it in re.findall(pattern, text)]
@@ -653,20 +654,20 @@ def pieces(text: str) -> list[Piece]:
 
 
 def resolve(name: str) -> Any:
-    """What a dotted name is; AttributeError if there is no such thing."""
+    """Returns the object of a dotted name; raises AttributeError if it does not exist."""
     module, *rest = name.split(".")
     found: Any = importlib.import_module(module)
     for part in rest:
         inner = None
         if inspect.ismodule(found) and not hasattr(found, part):
-            # One that its package has not imported, or has taken the name of away.
+            # A module that its package has not imported, or whose name it has deleted.
             with contextlib.suppress(ModuleNotFoundError):
                 inner = importlib.import_module(f"{found.__name__}.{part}")
         found = getattr(found, part) if inner is None else inner
     return found
 
 
-# What the messages of refusals tell people to write, by shape: calls where PyTorch is, and variables elsewhere.
+# The code in the messages of refusals, by shape: calls with PyTorch, and variables without it.
 TOLD_WITH_TORCH = {
     '@cushion.retry(split=cushion.split_batch, loss="mean", grads=model)',
     "with cushion.budget(ms=N):",
@@ -692,12 +693,12 @@ _ENDS = re.compile(r"[,;:.]? |[,;.]?\n|[,;.]?$")
 
 
 def options(text: str) -> list[str]:
-    """The options of `cushion.retry` that an error says to write, such as `grads=model`. What begins with a dot goes on
-    from `split=cushion.split_batch`."""
+    """Returns the options of `cushion.retry` that an error suggests, such as `grads=model`. One that begins with a dot
+    continues `split=cushion.split_batch`."""
     text = re.sub(r"(?<= )(\.\w+\(\"\w+\"\))", r"split=cushion.split_batch\1", text)
     found = []
     for option in _OPTION.finditer(text):
-        # These words are the sentence's, not Python's.
+        # These words belong to the sentence, not to the code.
         line = re.split(r"\n|  | or | and | if ", text[option.start() :])[0]
         whole = [line[: end.start()] for end in _ENDS.finditer(line) if _is_option(line[: end.start()])]
         check(bool(whole), f"this is no option: {line!r}")
@@ -717,8 +718,8 @@ def _is_option(text: str) -> bool:
 
 
 def commands() -> list[Block]:
-    """The lines of blocks of no language that start `cushion`, or Python with a variable of Cushion's: one block each.
-    What follows on lines that are indented belongs to it."""
+    """Returns the lines, in blocks without a language, that start `cushion`, or Python with a variable of Cushion: one
+    block each. Indented lines after such a line belong to it."""
     found = []
     for block in (block for page in PAGES for block in blocks(page) if block.language in ("", "sh", "bash")):
         lines = block.code.splitlines()
@@ -732,7 +733,7 @@ def commands() -> list[Block]:
 
 
 def is_synopsis(command: str) -> bool:
-    """Whether it only says what a command takes."""
+    """Returns whether a block is a synopsis, which cannot be run."""
     return re.search(r"\[-|\bTRACE\b", command) is not None
 
 
@@ -744,7 +745,7 @@ _NAMED = re.compile(
 
 
 def texts_of_packages() -> Iterator[tuple[str, str]]:
-    """The texts in the sources of the packages, each with its place. What a text has in braces is `_`."""
+    """Returns the strings in the sources of the packages, each with its place. `_` replaces values in braces."""
     for package in PACKAGES:
         for file in sorted((support.ROOT / "python" / package).glob("*.py")):
             where = str(file.relative_to(support.ROOT))
@@ -759,7 +760,7 @@ def texts_of_packages() -> Iterator[tuple[str, str]]:
 
 
 def texts_of_pages() -> Iterator[tuple[str, str]]:
-    """What is written as code within the sentences of the pages about Python."""
+    """Returns the inline code in the sentences of the pages about Python."""
     for page in PAGES:
         text = re.sub(r"^( *)```.*?^ *```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
         if page.stem not in ("rust", "c-api"):
@@ -767,7 +768,7 @@ def texts_of_pages() -> Iterator[tuple[str, str]]:
 
 
 def check_names(text: str) -> None:
-    """Every name of the packages, and of PyTorch, that a text has is there; calls have arguments by such names."""
+    """Checks that every name of the packages and of PyTorch in a text exists, and that calls have valid arguments."""
     for found in _NAMED.finditer(text):
         name = found[0].rstrip("(")
         target = resolve(name)
@@ -781,8 +782,8 @@ def check_names(text: str) -> None:
 
 
 def _call_at(text: str, start: int) -> ast.Call | None:
-    """The call that begins there, up to the first `)` at which it is a whole one; nothing if there is none, as where a
-    text only says that something is a function, or leaves out what is in between."""
+    """Returns the call that begins there, up to the first `)` that completes it; None if there is none, as for the name
+    of a function, or with omitted arguments."""
     for end in (it.end() for it in re.finditer(r"\)", text[start:])):
         with contextlib.suppress(SyntaxError):
             found = ast.parse(text[start : start + end], mode="eval").body

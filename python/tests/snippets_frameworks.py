@@ -1,7 +1,7 @@
-"""What the blocks of docs/frameworks.md need before they run: a model, batches, and the frameworks themselves.
+"""The setups of the blocks in docs/frameworks.md: a model, batches, and the frameworks themselves.
 
 `test_snippets.py` runs the blocks in one process. `test_frameworks.py` runs them on several ranks, with failures, and
-brings models of its own. A block whose framework is not installed is skipped, and says so."""
+with its own models. The test of a block whose framework is not installed is skipped."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from typing import Any
 
 
 def needed(package: str) -> Any:
-    """A framework, if it is installed."""
+    """Imports a framework; skips the test if it is not installed."""
     if importlib.util.find_spec(package.partition(".")[0]) is None:
         raise unittest.SkipTest(f"{package.partition('.')[0]} is not installed")
     return importlib.import_module(package)
 
 
 def small_model() -> Any:
-    """For batches of 4 columns; in float64, and always the same."""
+    """Returns a model for batches of 4 columns, in float64, with fixed weights."""
     import torch
 
     torch.manual_seed(0)
@@ -30,7 +30,7 @@ def small_model() -> Any:
 
 
 def batches(rank: int = 0, number: int = 4) -> list[tuple[Any, Any]]:
-    """Of 8 rows; each rank has its own."""
+    """Returns batches of 8 rows, different on each rank."""
     import torch
 
     generator = torch.Generator().manual_seed(1 + rank)
@@ -45,7 +45,7 @@ def training() -> dict[str, Any]:
 
 
 def has_learnt(model: Any) -> None:
-    """The block has changed the weights, by as many steps as there were batches."""
+    """Checks that the block has updated the weights once for each batch."""
     import cushion
 
     changed = any(not same.equal(now) for same, now in zip(small_model().parameters(), model.parameters()))
@@ -79,7 +79,7 @@ def transformers() -> dict[str, Any]:
 
 
 def classifier() -> Any:
-    """A model whose loss is a mean, whatever the Trainer says that it should be divided by."""
+    """Returns a model whose loss is a mean, independent of the divisor that the Trainer passes."""
     import torch
 
     library = needed("transformers")
@@ -91,7 +91,7 @@ def classifier() -> Any:
 
 
 def sentences(number: int) -> list[dict[str, Any]]:
-    """For a classifier with 3 classes and 11 words."""
+    """Returns data for a classifier with 3 classes and 11 words."""
     import torch
 
     generator = torch.Generator().manual_seed(3)
@@ -101,7 +101,7 @@ def sentences(number: int) -> list[dict[str, Any]]:
 
 
 def arguments(folder: str, **changes: Any) -> Any:
-    """Of a Trainer that takes 4 steps of 8 rows and writes nothing."""
+    """Returns the arguments of a Trainer that runs 4 steps of 8 rows and writes nothing."""
     quiet = {"report_to": [], "save_strategy": "no", "logging_strategy": "no", "disable_tqdm": True}
     plain = {"optim": "sgd", "learning_rate": 0.1, "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
     data = {"per_device_train_batch_size": 8, "max_steps": 4, "train_sampling_strategy": "sequential"}
@@ -122,7 +122,7 @@ def lightning() -> dict[str, Any]:
     return {**names, "after": after}
 
 
-#: a Trainer of Lightning's that writes nothing
+#: options of a Lightning Trainer that writes nothing
 QUIET = {
     "logger": False,
     "enable_checkpointing": False,

@@ -11,11 +11,11 @@ import cushion
 
 
 class Held:
-    """Something that a failed step leaves behind."""
+    """An object that a failed step refers to."""
 
 
 class Rows:
-    """As much of a tensor as splitting takes: rows, of `width` elements each."""
+    """The attributes of a tensor that splitting needs: rows of `width` elements each."""
 
     def __init__(self, values: Any, width: int = 1) -> None:
         self.values = list(values)
@@ -30,7 +30,7 @@ class Rows:
 
 
 class Card:
-    """A step whose memory is enough for so many rows."""
+    """A step that runs out of memory with more than `room` rows."""
 
     def __init__(self, room: int) -> None:
         self.room = room
@@ -44,7 +44,7 @@ class Card:
 
 
 def failing(times: int, then: Any = "done") -> Callable[..., Any]:
-    """A step that runs out of memory so often."""
+    """Returns a step that runs out of memory the first `times` times."""
     left = [times]
 
     def step(*_args: Any, **_kwargs: Any) -> Any:
@@ -57,7 +57,7 @@ def failing(times: int, then: Any = "done") -> Callable[..., Any]:
 
 
 def caught(kind: type[BaseException], call: Callable[[], Any]) -> BaseException:
-    """The error of a call as it came: `assertRaises` takes its traceback away."""
+    """Returns the error of a call with its traceback, which `assertRaises` would clear."""
     try:
         call()
     except kind as error:

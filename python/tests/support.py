@@ -1,14 +1,13 @@
-"""What the tests share: where the package and the stand-ins are, and processes to run in.
+"""Shared by the tests: finds the package and the stand-ins, and runs tests in processes of their own.
 
-Cushion is installed once per process, and a test must not see another's allocator. A test of `ProcessCase`
-therefore runs in a process of its own: the wrapper that replaces its method starts one, and fails or skips as
-the process reports. So does `call`, for one function whose result is wanted here.
+Cushion can be installed once per process, and a test must not see another test's allocator. A test of `ProcessCase`
+therefore runs in its own process: a wrapper replaces its method, starts the process, and fails or skips as the process
+reports. `call` does the same for one function, and returns its result.
 
-Importing torch takes seconds. Processes that need it are forked from one that has imported it and done
-nothing else; `warm=False` asks for one from scratch, for what torch reads while it is loaded, and for how a
-program ends.
+Importing torch takes seconds. Processes that need it are forked from one process that has only imported it.
+`warm=False` starts a fresh process instead, for tests of what torch reads at import, and of the end of a program.
 
-    CUSHION_PACKAGE   folder that holds the package under test; without it, the installed one
+    CUSHION_PACKAGE   folder that holds the package under test; by default the installed one
     CUSHION_STANDIN   folder of the stand-ins for CUDA, libcuda.so.1 and libcudart_standin.so
 """
 
@@ -30,7 +29,7 @@ import tempfile
 import threading
 import traceback
 import unittest
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -39,17 +38,19 @@ ROOT = HERE.parent.parent
 TRACES = ROOT / "tests" / "traces"
 PACKAGE = os.environ.get("CUSHION_PACKAGE")
 STANDIN = os.environ.get("CUSHION_STANDIN")
-# Variables that configure an allocator, or the stand-ins, begin so.
+# Prefixes of variables that configure an allocator or the stand-ins.
 CONFIGURING = ("CUSHION_", "PYTORCH_", "STANDIN_", "CUDART_STANDIN_", "GC_ALLOCATOR_", "OOM_")
 MIB = 1 << 20
 GIB = 1 << 30
+# Seconds after which a forked child counts as hanging.
+_LONGEST_CHILD = 20
 
 if PACKAGE and PACKAGE not in sys.path:
     sys.path.insert(0, PACKAGE)
 
 
 def _find_torch() -> tuple[str | None, str | None]:
-    """The version of torch and of its CUDA, without importing it."""
+    """Returns the version of torch and of its CUDA, without importing it."""
     try:
         spec = importlib.util.find_spec("torch")
     except (ImportError, ValueError):
@@ -86,7 +87,7 @@ needs_torch = unittest.skipIf(why_no_torch(), why_no_torch() or "")
 
 
 def environment(changes: dict[str, str | None] | None = None) -> dict[str, str]:
-    """The environment of a child: the tests' own, without what would configure an allocator."""
+    """Returns the environment for a child: that of the tests, without variables that configure an allocator."""
     result = {name: value for name, value in os.environ.items() if not name.startswith(CONFIGURING)}
     for name in ("CUSHION_PACKAGE", "CUSHION_STANDIN"):
         if name in os.environ:
@@ -108,7 +109,7 @@ def environment(changes: dict[str, str | None] | None = None) -> dict[str, str]:
 def python(
     *arguments: str, changes: dict[str, str | None] | None = None, timeout: float = 60, **options: Any
 ) -> subprocess.CompletedProcess[str]:
-    """Runs this Python; what it prints is kept as text."""
+    """Runs this Python, and captures its output as text."""
     return subprocess.run(
         [sys.executable, *arguments],
         env=environment(changes),
@@ -120,11 +121,67 @@ def python(
     )
 
 
+# ---- threads and forks ----
+
+
+def in_threads(targets: Iterable[Callable[[], object]]) -> None:
+    """Runs functions in threads, all at once, and waits for their end."""
+    threads = [threading.Thread(target=target) for target in targets]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def fork_while(
+    work: Callable[[int], object],
+    act: Callable[[], object],
+    *,
+    children: int,
+    end: Callable[[int], object] = os._exit,
+) -> None:
+    """Forks children one after the other, while three threads of this process call `work(number of the thread)` again
+    and again. Each child calls `act()` and `end(0)`. A child that waits for a lock that a thread held at the fork would
+    hang, and is ended by a signal."""
+    stop, failures = threading.Event(), []
+
+    def loop(number: int) -> None:
+        try:
+            while not stop.is_set():
+                work(number)
+        except BaseException as error:  # noqa: BLE001
+            failures.append(error)
+
+    workers = [threading.Thread(target=loop, args=(number,)) for number in range(3)]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    for worker in workers:
+        worker.start()
+    try:
+        for _ in range(children):
+            child = os.fork()
+            if child == 0:
+                signal.alarm(_LONGEST_CHILD)
+                try:
+                    act()
+                except BaseException:  # noqa: BLE001
+                    os._exit(3)
+                end(0)
+            status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            assert status == 0, f"a child ended with status {status}"
+    finally:
+        stop.set()
+        for worker in workers:
+            worker.join()
+        sys.setswitchinterval(before)
+    assert not failures, failures
+
+
 # ---- functions in processes of their own ----
 
 
 class ChildFailed(AssertionError):
-    """The process did not do what it was for: the text has its end and what it printed."""
+    """A process failed: the message has its exit status and its output."""
 
 
 def call(
@@ -134,7 +191,7 @@ def call(
     warm: bool = True,
     timeout: float = 90,
 ) -> Any:
-    """Calls a function of a test module, with arguments that JSON knows, in a new process."""
+    """Calls a function of a test module in a new process. Arguments and result have to be JSON."""
     return _call([function.__module__, function.__qualname__], list(arguments), changes, warm, timeout)
 
 
@@ -217,14 +274,15 @@ def _in_fork(job: dict[str, Any], timeout: float) -> int | str:
 
 
 def _raise_children(descriptor: int) -> dict[str, Any] | None:
-    """The nursery's life. Returns a job in each child, and nothing at the end."""
+    """Runs the nursery: forks a child for each job. Returns the job in the child, and None in the nursery at its
+    end."""
     import gc
 
     import torch
 
-    # PyTorch 2.3 stops for good if two threads are the first to give it arguments.
+    # PyTorch 2.3 deadlocks if two threads parse arguments for the first time at once.
     torch.empty(1, dtype=torch.uint8, device="cpu")
-    # Otherwise every child copies what its collector visits.
+    # Otherwise the collector of every child would touch, and so copy, all these objects.
     gc.collect()
     gc.freeze()
     lines = socket.socket(fileno=descriptor).makefile("rw")
@@ -232,7 +290,7 @@ def _raise_children(descriptor: int) -> dict[str, Any] | None:
         job: dict[str, Any] = json.loads(line)
         child = os.fork()
         if child == 0:
-            # Not closed: that would tell the tests that the nursery is gone.
+            # Not closed: a closed pipe tells the tests that the nursery has ended.
             output = os.open(job["output"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             nothing = os.open(os.devnull, os.O_RDONLY)
             for source, standard in ((nothing, 0), (output, 1), (output, 2)):
@@ -248,7 +306,7 @@ def _raise_children(descriptor: int) -> dict[str, Any] | None:
 
 
 def _do(job: dict[str, Any]) -> None:
-    """The life of a child."""
+    """Runs a job in a child."""
     module, name = job["target"]
     try:
         found: Any = importlib.import_module(module)
@@ -259,7 +317,7 @@ def _do(job: dict[str, Any]) -> None:
         report = {"error": traceback.format_exc()}
     Path(job["report"]).write_text(json.dumps(report))
     if job["hurry"]:
-        # Taking torch down takes as long as most tests. That it can be is tested from scratch.
+        # Skips the shutdown of torch, which takes as long as most tests. Fresh processes test the shutdown.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
@@ -278,7 +336,7 @@ def run_method(module: str, name: str, method: str) -> dict[str, str]:
 
 
 def process(*, warm: bool = True, timeout: float = 90, **changes: str | None) -> Callable[..., Any]:
-    """How the process of a test is started, and what is different in its environment."""
+    """Sets how the process of a test is started, and which variables differ in its environment."""
 
     def mark(method: Any) -> Any:
         method.process = {"warm": warm, "timeout": timeout, "changes": changes}
@@ -288,7 +346,7 @@ def process(*, warm: bool = True, timeout: float = 90, **changes: str | None) ->
 
 
 class ProcessCase(unittest.TestCase):
-    """Each test runs in a process of its own, over the stand-in for the CUDA driver."""
+    """Runs each test in its own process, over the stand-in for the CUDA driver."""
 
     warm = False
     changes: dict[str, str | None] = {}
@@ -304,7 +362,7 @@ class ProcessCase(unittest.TestCase):
 
 
 def _only_there(method: Any) -> Any:
-    """What prepares a test is done where it runs, and not in the process that starts that one."""
+    """Wraps setUp and tearDown so that they run only in the process of the test, not in the one that starts it."""
 
     @functools.wraps(method)
     def set_up(self: ProcessCase) -> None:
@@ -338,13 +396,13 @@ def _elsewhere(name: str, method: Any) -> Any:
 
 @needs_standin
 class StandinCase(ProcessCase):
-    """Over the stand-in for the driver, without torch."""
+    """Tests over the stand-in for the driver, without torch."""
 
 
 @needs_torch
 class TorchCase(ProcessCase):
-    """With torch, over both stand-ins. `install` makes Cushion its allocator, except without a policy: a class
-    with none runs the tests under PyTorch's own, to show that they expect what PyTorch does."""
+    """Tests with torch, over both stand-ins. `install` makes Cushion its allocator, unless the class has no policy:
+    such a class runs the tests with PyTorch's own allocator, to show that they expect what PyTorch does."""
 
     warm = True
     policy: str | None = "segments"
@@ -361,7 +419,7 @@ class TorchCase(ProcessCase):
         return torch
 
     def check(self) -> None:
-        """After every test: the engine agrees with itself."""
+        """Checks the engine's invariants after every test."""
         from cushion import _cushion
 
         _cushion.check_invariants(0)
@@ -371,7 +429,7 @@ class TorchCase(ProcessCase):
 
 
 class Standin:
-    """What the tests tell the stand-in for the driver, and ask of it."""
+    """Controls and queries the stand-in for the driver."""
 
     NOT_READY, INVALID_VALUE, OUT_OF_MEMORY, UNKNOWN = 600, 1, 2, 999
 
@@ -384,19 +442,19 @@ class Standin:
         return int(self.library.standin_calls(name and name.encode()))
 
     def held(self, device: int = 0) -> int:
-        """Bytes held on a device."""
+        """Returns how many bytes are held on a device."""
         return int(self.library.standin_held(device))
 
     def fail(self, nth: int, code: int) -> None:
-        """The nth call from now on fails with this code."""
+        """Makes the nth call from now on fail with this code."""
         self.library.standin_fail(ctypes.c_uint64(nth), code)
 
     def tenant(self, held: int, device: int = 0) -> None:
-        """How much another program holds."""
+        """Sets how much memory another program holds."""
         assert self.library.standin_set_tenant(device, ctypes.c_uint64(held)) == 1
 
     def launch(self, stream: int, device: int = 0) -> None:
-        """Queues work that does not end before `finish`."""
+        """Queues work that ends only at `finish`."""
         self.library.standin_launch(device, ctypes.c_uint64(stream))
 
     def finish(self, stream: int, device: int = 0) -> None:
@@ -412,19 +470,19 @@ class Standin:
         self.library.standin_end_capture(device, ctypes.c_uint64(stream))
 
     def block(self, name: str) -> None:
-        """Calls of this function wait from now on."""
+        """Makes calls of this function wait from now on."""
         self.library.standin_block(name.encode())
 
     def unblock(self) -> None:
         self.library.standin_block(None)
 
     def await_blocked(self) -> None:
-        """Returns once a call waits."""
+        """Waits until a call of the function waits."""
         self.library.standin_await_blocked()
 
 
 if __name__ == "__main__":
-    # As the module that the tests import, so that there is one of it.
+    # Imports itself as `support`, as the tests do, so that its state exists once.
     import support
 
     if sys.argv[1] == "--nursery":

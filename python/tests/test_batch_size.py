@@ -1,4 +1,4 @@
-"""The largest batch size that fits: that it is exact, how many tries it takes, and what is left behind."""
+"""The largest batch size that fits: that it is exact, how many tries it takes, and that nothing stays allocated."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from cushion import _batch_search
 
 
 class Bracket(unittest.TestCase):
-    """The search itself, with guesses of every kind."""
+    """The search, with right and wrong guesses."""
 
     def search(self, start: int, limit: int | None, largest: int, guess: Callable[[int], int | None]) -> list[int]:
-        """The sizes that were tried; that the answer is right is checked."""
+        """Runs a search, checks its answer, and returns the sizes that were tried."""
         bracket = _batch_search.Search(start, limit)
         tried: list[int] = []
         while not bracket.is_done:
@@ -55,21 +55,21 @@ class Bracket(unittest.TestCase):
                 for limit in (None, 1, 5, 64, 100, 4096):
                     yield start, limit, largest
 
-    def test_without_guesses_it_is_doubling_and_bisection(self) -> None:
+    def test_without_guesses_it_doubles_and_bisects(self) -> None:
         for start, limit, largest in self.cases():
             tried = self.search(start, limit, largest, lambda _: None)
             self.assertEqual(len(tried), plain_probes(start, largest, limit), (start, limit, largest, tried))
 
-    def test_guesses_that_are_right_take_few_tries(self) -> None:
+    def test_right_guesses_take_few_tries(self) -> None:
         for start, limit, largest in self.cases():
             tried = self.search(start, limit, largest, lambda fits: largest if fits else None)
             self.assertLessEqual(len(tried), plain_probes(start, largest, limit), (start, limit, largest, tried))
-        # 16 times as large each time, the answer, and the one after it.
+        # Each size is 16 times the one before; then the answer, and the size after it.
         self.assertEqual(
             self.search(1, None, 4097, lambda fits: 4097 if fits else None), [1, 16, 256, 4096, 4097, 4098]
         )
 
-    def test_guesses_that_are_wrong_cost_two_tries_at_most(self) -> None:
+    def test_wrong_guesses_cost_at_most_two_tries(self) -> None:
         chance = random.Random(1)
         wrong: list[Callable[[int, int], int | None]] = [
             lambda fits, largest: fits,
@@ -90,7 +90,7 @@ class Bracket(unittest.TestCase):
 
 
 class Answers(unittest.TestCase):
-    """Steps that say nothing of their memory."""
+    """Steps that use no device memory, so that there is nothing to predict from."""
 
     def test_exact(self) -> None:
         for start, largest, multiple_of, limit in (
@@ -124,7 +124,7 @@ class Answers(unittest.TestCase):
         self.assertEqual(cushion.find_batch_size(Card(12).step, start=8), 12)
         self.assertEqual(cushion.find_batch_size(function=Card(12).step, start=8), 12)
 
-    def test_when_the_smallest_does_not_fit_its_error_is_raised(self) -> None:
+    def test_raises_the_error_of_the_smallest_size(self) -> None:
         errors: list[BaseException] = []
 
         def fail() -> BaseException:
@@ -136,7 +136,7 @@ class Answers(unittest.TestCase):
         self.assertEqual(card.tried, [8, 4, 2, 1])
         self.assertIs(error, errors[-1])
         self.assertEqual(str(error), "out 3")
-        # It says where it happened.
+        # The traceback ends in the step.
         self.assertEqual(frames(error)[-1].f_code.co_name, "step")
         if hasattr(error, "add_note"):
             note = (
@@ -146,14 +146,14 @@ class Answers(unittest.TestCase):
         with self.assertRaises(MemoryError):
             cushion.find_batch_size(Card(31).step, 64, multiple_of=32)
 
-    def test_other_errors_pass_at_once(self) -> None:
+    def test_other_errors_are_raised_at_once(self) -> None:
         for kind in (ValueError, KeyboardInterrupt, RuntimeError):
             card = Card(4, lambda kind=kind: kind("something else"))
             with self.assertRaisesRegex(kind, "something else"):
                 cushion.find_batch_size(card.step, 1)
             self.assertEqual(card.tried, [1, 2, 4, 8])
 
-    def test_failed_frames_are_let_go_of_before_the_next_size(self) -> None:
+    def test_frames_of_a_failed_try_are_cleared_before_the_next_size(self) -> None:
         left: list[weakref.ref[Held]] = []
         alive: list[int] = []
 
@@ -165,7 +165,7 @@ class Answers(unittest.TestCase):
                 try:
                     raise MemoryError("the first")
                 except MemoryError as first:
-                    # In a cycle, as what errors hold often is.
+                    # In a reference cycle, as objects that errors refer to often are.
                     error = MemoryError("the second")
                     held.error, held.itself = error, held  # type: ignore[attr-defined]
                     raise error from first
@@ -177,7 +177,7 @@ class Answers(unittest.TestCase):
         self.assertEqual(alive, [0] * len(alive))
         self.assertEqual(sum(it() is not None for it in left), 0)
 
-    def test_inside_of_except_the_callers_error_is_left_alone(self) -> None:
+    def test_the_error_that_the_caller_handles_is_not_cleared(self) -> None:
         held = Held()
 
         def fail() -> None:
@@ -194,7 +194,7 @@ class Answers(unittest.TestCase):
         with mock.patch.object(_batch_search, "LARGEST", 1 << 10), self.assertRaisesRegex(RuntimeError, "limit="):
             cushion.find_batch_size(Card(1 << 60).step, 1)
 
-    def test_random_numbers_begin_again_with_each_size(self) -> None:
+    def test_each_size_gets_the_same_random_numbers(self) -> None:
         seen = []
 
         def step(batch_size: int) -> None:
@@ -208,7 +208,7 @@ class Answers(unittest.TestCase):
         self.assertEqual(random.getstate(), state)
         self.assertEqual(len(set(seen)), 1)
 
-    def test_what_is_no_good_is_refused(self) -> None:
+    def test_invalid_arguments_are_refused(self) -> None:
         find: Any = cushion.find_batch_size
 
         async def later(batch_size: int) -> None: ...
@@ -222,8 +222,8 @@ class Answers(unittest.TestCase):
             (TypeError, "starting_batch_size", lambda: find(start=8)),
             (TypeError, "are for a decorated function", lambda: find(step, 8, starting_batch_size=8)),
             (TypeError, "are for a decorated function", lambda: find(step, 8, lambda: 4)),
-            (TypeError, "limit= is for the search", lambda: find(step, limit=8)),
-            (TypeError, "progress= is for the search", lambda: find(progress=True)),
+            (TypeError, "limit= is an option of the search", lambda: find(step, limit=8)),
+            (TypeError, "progress= is an option of the search", lambda: find(progress=True)),
             (TypeError, "whole number", lambda: find(step, 1.5)),
             (ValueError, "negative", lambda: find(step, -1)),
             (ValueError, "start is 0", lambda: find(step, 0)),
@@ -240,17 +240,17 @@ class Answers(unittest.TestCase):
             (TypeError, "async or a generator", lambda: find(yields, 8)),
             (TypeError, "async or a generator", lambda: find(later)),
             (TypeError, "async or a generator", lambda: find(lambda size: yields(size), 8)),
-            (TypeError, "which model", lambda: find(step, 8, remember=True)),
+            (TypeError, "remember= needs the model", lambda: find(step, 8, remember=True)),
         ):
             with self.subTest(text), self.assertRaisesRegex(kind, text):
                 call()
 
 
 class Device(Simulated):
-    """On a simulated device, whose figures lead the search."""
+    """On a simulated device, whose statistics guide the search."""
 
     def search(self, needed: Callable[[int], int], start: int, **options: Any) -> tuple[int, list[int]]:
-        """A step that allocates twice; returns the answer and the sizes that were tried."""
+        """Searches with a step that allocates twice; returns the answer and the sizes that were tried."""
         tried = []
 
         def step(batch_size: int) -> None:
@@ -269,7 +269,7 @@ class Device(Simulated):
         return int(self.engine.memory_stats(0)["allocated_bytes"]["all"]["current"])
 
     def test_every_shape_of_memory(self) -> None:
-        # Beside what the program has already.
+        # Memory that the program has before the search.
         kept = self.engine.allocate(100 * MIB)
         for name, needed, most_probes in (
             ("linear", lambda size: size * MIB, 6),
@@ -310,18 +310,18 @@ class Device(Simulated):
         found, tried = self.search(lambda size: size * MIB, 8, limit=500)
         self.assertEqual((found, tried), (500, [8, 128, 500]))
 
-    def test_a_limit_on_the_memory_of_the_process_is_known(self) -> None:
+    def test_the_memory_fraction_of_the_process_limits_the_search(self) -> None:
         self.engine.configure("per_process_memory_fraction:0.5")
         found, tried = self.search(lambda size: size * MIB, 8)
         self.assertEqual((found, tried), (512, [8, 128, 512, 513]))
 
-    def test_failures_that_are_made_up_predict_nothing(self) -> None:
+    def test_injected_failures_predict_nothing(self) -> None:
         with self.cushion.inject("nth=3"):
             found, tried = self.search(lambda size: size * MIB, 8)
-        # What was live and asked for then was far from all there is.
+        # The injected failure came far below the memory of the device.
         self.assertEqual((found, tried), (127, [8, 128, 127]))
 
-    def test_nobody_is_asked_for_memory_or_waited_for(self) -> None:
+    def test_probes_neither_call_callbacks_nor_wait(self) -> None:
         asked = mock.Mock(return_value=None, spec=[])
         self.cushion.on_shortage(asked)
         with self.another_holds(500 * MIB):
@@ -333,14 +333,14 @@ class Device(Simulated):
         for receipt in receipts:
             ended = {it.rung: it.ended for it in receipt.tried}
             self.assertEqual({ended[rung] for rung in ("callbacks", "wait", "spill")}, {"off"}, ended)
-        # Afterwards it is as before.
+        # The budget applies only to the search.
         self.assertEqual(self.engine.wishes(), (None, []))
         kept = self.fill()
         self.refused()
         asked.assert_called()
         self.engine.deallocate(kept)
 
-    def test_last_calls_are_made_for_the_end_alone(self) -> None:
+    def test_last_calls_come_only_when_the_search_gives_up(self) -> None:
         last = mock.Mock(return_value=None, spec=[])
         self.cushion.on_refusal(last)
         self.search(lambda size: size * MIB, 8)
@@ -351,9 +351,9 @@ class Device(Simulated):
         self.refused(2 * GIB)
         self.assertEqual(last.call_count, 2)
 
-    # ---- training that begins again ----
+    # ---- training that restarts with a smaller size ----
 
-    def test_training_jumps_to_what_the_receipt_predicts(self) -> None:
+    def test_training_restarts_with_the_predicted_size(self) -> None:
         tried = []
 
         @self.cushion.find_batch_size(starting_batch_size=4096)
@@ -366,10 +366,10 @@ class Device(Simulated):
             self.assertEqual(training(), 1024)
         self.assertEqual(tried, [4096, 1024])
         self.assertTrue(
-            any("ran out of memory with a batch size of 4096, and begins again with 1024" in it for it in logs.output)
+            any("ran out of memory with a batch size of 4096, and restarts with 1024" in it for it in logs.output)
         )
 
-    def test_training_asks_for_memory_as_ever(self) -> None:
+    def test_training_calls_callbacks_as_usual(self) -> None:
         kept = [self.engine.allocate(600 * MIB)]
 
         def offload(*_: object) -> None:
@@ -399,7 +399,7 @@ class Device(Simulated):
 
 
 class Decorator(unittest.TestCase):
-    """In the place of Accelerate's. Errors are PyTorch's where that is loaded, and a RuntimeError is enough here."""
+    """The decorator that replaces Accelerate's. A RuntimeError stands for PyTorch's error here."""
 
     def error(self) -> BaseException:
         return RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB.")
@@ -431,7 +431,7 @@ class Decorator(unittest.TestCase):
         with self.assertRaisesRegex(ValueError, "reduce_batch_size_fn returned 128 after 128 did not fit"):
             cushion.find_batch_size(Card(1, self.error).step, reduce_batch_size_fn=lambda: 128)()
 
-    def test_the_batch_size_is_not_the_callers(self) -> None:
+    def test_the_caller_must_not_pass_a_batch_size(self) -> None:
         @cushion.find_batch_size
         def training(batch_size: int, model: str) -> str:
             """What it does."""
@@ -447,7 +447,7 @@ class Decorator(unittest.TestCase):
         self.assertEqual(list(inspect.signature(training).parameters), ["model"])
         self.assertEqual((training.__name__, training.__doc__), ("training", "What it does."))
 
-    def test_a_failed_run_is_let_go_of(self) -> None:
+    def test_a_failed_run_releases_its_memory(self) -> None:
         left: list[weakref.ref[Held]] = []
 
         def training(batch_size: int) -> int:
@@ -472,7 +472,7 @@ class Progress(unittest.TestCase):
         self.assertEqual(out.getvalue(), "")
         return stream.getvalue()
 
-    def test_one_line_on_a_terminal(self) -> None:
+    def test_one_progress_line_on_a_terminal(self) -> None:
         expected = [
             "batch size: trying 2",
             "batch size: 2 fits, trying 4",
@@ -493,7 +493,7 @@ class Progress(unittest.TestCase):
         with mock.patch.object(sys, "stderr", None):
             self.assertEqual(cushion.find_batch_size(Card(5).step, 2), 5)
 
-    def test_the_line_ends_with_an_error_too(self) -> None:
+    def test_the_progress_line_ends_after_an_error(self) -> None:
         stream = io.StringIO()
         with contextlib.redirect_stderr(stream), self.assertRaises(ValueError):
             cushion.find_batch_size(Card(3, lambda: ValueError("no")).step, 2, progress=True)

@@ -1,4 +1,4 @@
-"""The largest batch size that fits on every rank: two of them, one with less memory than the other."""
+"""The largest batch size that fits on every rank: two ranks, one with less memory than the other."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ import cushion
 
 
 def _distributed_search(rank: int, world: int, kind: str, largest: list[int]) -> list[Any]:
-    """A search on one rank, which fits up to `largest[rank]`; a failure comes before, in or after the collectives."""
+    """Runs a search on one rank, where sizes up to `largest[rank]` fit. A failure comes before, in or after the
+    collectives."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -59,7 +60,7 @@ def _distributed_search(rank: int, world: int, kind: str, largest: list[int]) ->
         found = cushion.find_batch_size(step, 4, grads=model, group="world", timeout=20)
         clean = all(it.grad is None for it in model.parameters())
         results.append([found, tried, clean])
-    # The model still works, with the mean of the ranks.
+    # The model still works, and reduces gradients to the mean of the ranks.
     model(torch.full((1, 4), float(rank))).sum().backward()
     grads = [it.grad.full_tensor() if kind == "fsdp" else it.grad for it in model.parameters()]
     results.append([round(float(grads[3][0]), 6), float(grads[0].abs().sum()) > 0])
@@ -67,7 +68,8 @@ def _distributed_search(rank: int, world: int, kind: str, largest: list[int]) ->
 
 
 def _simulated_search(rank: int, world: int) -> list[Any]:
-    """Ranks whose devices have other sizes, and whose steps need other amounts: each would try something else."""
+    """Runs a search on ranks with devices of different sizes and steps of different memory: alone, each would try
+    other sizes."""
     import torch
 
     from cushion import _cushion
@@ -88,7 +90,7 @@ def _simulated_search(rank: int, world: int) -> list[Any]:
 
 
 def _odd_ends(rank: int, world: int) -> dict[str, str]:
-    """What goes wrong on ranks, each in the same order on every rank."""
+    """Runs searches that fail, in the same order on every rank."""
     import torch
 
     said = {}
@@ -130,7 +132,7 @@ def _remembered_by_ranks(rank: int, world: int, folder: str) -> list[Any]:
     import torch
 
     results = []
-    # One file for both, and then one that a rank does not have.
+    # One file for both ranks, and then one that a rank does not have.
     for path in (f"{folder}/both.json", f"{folder}/both.json", f"{folder}/rank{rank}.json"):
         tried = []
 
@@ -148,7 +150,7 @@ def _remembered_by_ranks(rank: int, world: int, folder: str) -> list[Any]:
 
 
 def _training(rank: int, world: int) -> list[Any]:
-    """A whole training with a model of its own, which is short of memory on one rank in its second step."""
+    """Runs a training that creates its model, and runs out of memory on one rank in its second step."""
     import torch
 
     tried = []
@@ -176,7 +178,7 @@ def _training(rank: int, world: int) -> list[Any]:
 class Together(TorchCase):
     """Two ranks, forked in the process of a test."""
 
-    def test_one_rank_is_shorter_than_the_other(self) -> None:
+    def test_the_rank_with_less_memory_decides(self) -> None:
         kinds = ["ddp"] if support.TORCH_VERSION < (2, 6) else ["ddp", "fsdp"]
         for kind, largest in zip(kinds, ([12, 7], [5, 9])):
             first, second = ranks.run(2, _distributed_search, kind, largest)
@@ -186,18 +188,18 @@ class Together(TorchCase):
                 self.assertLessEqual({found, found + 1}, set(tried))
             self.assertEqual(first[-1], [1.0, True])
 
-    def test_the_rank_with_the_least_room_leads(self) -> None:
+    def test_the_smallest_prediction_is_tried(self) -> None:
         first, second = ranks.run(2, _simulated_search)
         self.assertEqual(first, second)
         for (found, tried), largest in zip(first, (1024 // 3, 500 // 3)):
             self.assertEqual(found, largest)
             self.assertLessEqual(len(tried), 6, tried)
 
-    def test_what_goes_wrong_is_told_on_every_rank(self) -> None:
+    def test_errors_are_raised_on_every_rank(self) -> None:
         first, second = ranks.run(2, _odd_ends)
         for said in (first, second):
             self.assertIn("RuntimeError: cushion.find_batch_size: this program has 2 ranks", said["no group"])
-            self.assertIn("TypeError: cushion.find_batch_size: with group=, whose gradients", said["no grads"])
+            self.assertIn("TypeError: cushion.find_batch_size: group= needs grads=", said["no grads"])
             self.assertIn("ValueError: cushion.find_batch_size: start is 2 on one rank and 3 on", said["other start"])
             self.assertIn("limit is not given on one rank and 9 on another", said["other limit"])
             self.assertEqual(said["together"], "returned 5")
@@ -205,11 +207,11 @@ class Together(TorchCase):
         self.assertIn("ValueError: a mistake", first["a mistake"])
         self.assertEqual(second["a mistake"], "ValueError: a mistake")
         self.assertIn("OutOfMemoryError: CUDA out of memory. Rank 1 ran out of memory in", first["never"])
-        self.assertIn("with a batch size of 1. It said: CUDA out of memory. Never enough", first["never"])
+        self.assertIn("with a batch size of 1. Its error: CUDA out of memory. Never enough", first["never"])
         self.assertEqual(second["never"], "OutOfMemoryError: CUDA out of memory. Never enough")
         self.assertEqual((first["local"], second["local"]), ("returned 5", "returned 6"))
 
-    def test_answers_are_remembered_if_all_ranks_know_them(self) -> None:
+    def test_a_remembered_answer_needs_all_ranks(self) -> None:
         with tempfile.TemporaryDirectory() as folder:
             first, second = ranks.run(2, _remembered_by_ranks, folder)
             self.assertEqual(first, second)
@@ -219,7 +221,7 @@ class Together(TorchCase):
             again, other = ranks.run(2, _remembered_by_ranks, folder)
             self.assertEqual((again, again[2][1][0]), (other, 2))
 
-    def test_training_begins_again_on_every_rank(self) -> None:
+    def test_training_restarts_on_every_rank(self) -> None:
         first, second = ranks.run(2, _training)
         self.assertEqual(first, second)
         self.assertEqual(first[1], [16, 14, 12])

@@ -1,4 +1,4 @@
-"""The largest batch size that fits, with PyTorch over the stand-ins, and beside Accelerate's own search."""
+"""The largest batch size that fits, with PyTorch over the stand-ins, and compared with Accelerate's own search."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Torch(TorchCase):
         self.assertEqual(torch.cuda.memory_allocated(), before)
         self.assertLessEqual({found, found + 1}, set(tried))
         self.assertLessEqual(len(tried), 12)
-        # It is as much as there is, but for the rounding of segments.
+        # The answer uses all memory, except for the rounding of segments.
         total = torch.cuda.mem_get_info()[1] // MIB
         self.assertGreater(found, (total - 100) * 0.9)
         self.assertLessEqual(found, total - 100)
@@ -49,7 +49,7 @@ class Torch(TorchCase):
         self.assertEqual(cushion.find_batch_size(self.gpu_step(tried), 4 * total), found)
 
     @support.process(STANDIN_DEVICES="2")
-    def test_the_device_that_is_short_decides(self) -> None:
+    def test_the_device_with_the_least_room_decides(self) -> None:
         torch = self.install()
         tried = []
 
@@ -65,7 +65,7 @@ class Torch(TorchCase):
             self.assertLess(len(tried), plain_probes(8, largest[-1]), tried)
         self.assertEqual(largest[0], largest[1])
 
-    def test_the_progress_says_how_much(self) -> None:
+    def test_the_progress_line_has_the_memory(self) -> None:
         self.install()
         stream = io.StringIO()
         with contextlib.redirect_stderr(stream):
@@ -93,21 +93,21 @@ class TorchPaged(Torch):
 
 
 class TorchAlone(Torch):
-    """Under PyTorch's own allocator."""
+    """With PyTorch's own allocator."""
 
     policy = None
 
 
 class State(TorchCase):
-    """What the step changes, with tensors of the CPU."""
+    """The state that a step changes, with tensors on the CPU."""
 
     def setUp(self) -> None:
         import torch
 
-        # Threads that wait for each other take long where other programs run.
+        # Several threads are slow on a busy machine.
         torch.set_num_threads(1)
 
-    def test_gradients_buffers_and_random_numbers_are_as_before(self) -> None:
+    def test_gradients_buffers_and_random_numbers_are_restored(self) -> None:
         import torch
 
         torch.manual_seed(1)
@@ -156,10 +156,10 @@ class State(TorchCase):
         with self.assertRaisesRegex(RuntimeError, "find_batch_size: the step calls an optimizer's step"):
             cushion.find_batch_size(step, 4, grads=model, limit=8)
         self.assertTrue(torch.equal(model.weight, before))
-        # Who does not say what is to be as before may do as he likes.
+        # Without grads= the step may update.
         self.assertEqual(cushion.find_batch_size(step, 4, limit=8), 8)
 
-    def test_a_scaler_is_as_before(self) -> None:
+    def test_a_scaler_is_restored(self) -> None:
         import torch
 
         model = torch.nn.Linear(2, 1)
@@ -182,7 +182,7 @@ HAS_ACCELERATE = importlib.util.find_spec("accelerate") is not None
 
 @unittest.skipUnless(HAS_ACCELERATE, "Accelerate is not installed")
 class BesideAccelerate(TorchCase):
-    """The decorator beside Accelerate's own: the same sizes are tried, and the same comes of it."""
+    """The decorator compared with Accelerate's: both try the same sizes, with the same result."""
 
     @support.process(timeout=180)
     def test_the_same_outcomes(self) -> None:
@@ -202,7 +202,7 @@ class BesideAccelerate(TorchCase):
         for first in (None, 128, 10, 1, 0):
             for largest in (200, 100, 37, 1, 0):
                 for number, error in enumerate(errors):
-                    # The sizes are looked at with the first error; with the others, whether they are a reason.
+                    # Only the first error is tried with all sizes. The others only have to lead to a smaller size.
                     if number and (first, largest) != (10, 1):
                         continue
                     self.compare(find_executable_batch_size, first, largest, error, None)

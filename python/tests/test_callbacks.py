@@ -1,4 +1,4 @@
-"""A program's own functions in a shortage, on simulated devices: callbacks, and last calls."""
+"""Functions that the program registers for shortages, on simulated devices: callbacks and last calls."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import Any
 
 import support
 from simulated import Simulated
-from support import GIB, MIB
+from support import GIB, MIB, in_threads
 
 
 class Callbacks(Simulated):
-    def test_one_that_frees_saves_the_allocation(self) -> None:
+    def test_a_callback_that_frees_serves_the_allocation(self) -> None:
         held, told = [self.fill()], []
 
         @self.cushion.on_shortage
@@ -37,7 +37,7 @@ class Callbacks(Simulated):
         self.assertIn("give_up", answer.callback)
         self.assertEqual([it.won for it in receipt.tried if it.rung == "callbacks"], [GIB])
 
-    def test_the_highest_priority_first_until_it_is_enough(self) -> None:
+    def test_callbacks_run_by_priority_until_there_is_enough(self) -> None:
         held, called = [self.fill()], []
 
         @self.cushion.on_shortage(priority=-1)
@@ -56,7 +56,7 @@ class Callbacks(Simulated):
         self.engine.allocate(600 * MIB)
         self.assertEqual(called, ["first", "second"])
 
-    def test_what_they_raise_is_told_and_ends_nothing(self) -> None:
+    def test_errors_of_callbacks_are_recorded_and_do_not_end_the_request(self) -> None:
         self.fill()
 
         class Odd:
@@ -76,7 +76,7 @@ class Callbacks(Simulated):
 
     def test_ctrl_c_in_a_callback_reaches_the_program(self) -> None:
         self.fill()
-        # A process in the background may have been told to ignore it.
+        # A process in the background may ignore the signal.
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
         def interrupted(*_: object) -> None:
@@ -91,7 +91,7 @@ class Callbacks(Simulated):
         self.assertIn("KeyboardInterrupt", self.cushion.receipts()[0].answers[0].failed)
 
     @support.process(CUSHION_WAIT_MS="0", CUSHION_CALLBACK_MS="50")
-    def test_one_that_takes_too_long_is_not_called_again(self) -> None:
+    def test_a_slow_callback_is_not_called_again(self) -> None:
         from cushion import _shortage
 
         self.fill()
@@ -109,7 +109,7 @@ class Callbacks(Simulated):
         self.assertEqual(self.refused().receipt.answers, ())
         self.assertEqual(len(calls), 1)
         self.assertTrue(0 < calls[0] <= 0.05)
-        # Given again, with more time, it is.
+        # Registered again with more time, it is called.
         self.cushion.on_shortage(slow, budget_ms=60_000)
         self.cushion.remove_callback(slow)
         patient: list[float] = []
@@ -117,13 +117,13 @@ class Callbacks(Simulated):
         self.refused()
         self.assertTrue(50 < patient[0] <= 60)
 
-    def test_none_is_entered_again(self) -> None:
+    def test_a_callback_is_not_reentered(self) -> None:
         self.fill()
         calls: list[str] = []
 
         def asks(*_: object) -> None:
             calls.append(threading.current_thread().name)
-            # By itself, and by another thread that is short of memory meanwhile.
+            # Shortages of the callback itself, and of another thread.
             self.refused()
             thread = threading.Thread(target=self.refused, name="another")
             thread.start()
@@ -134,7 +134,7 @@ class Callbacks(Simulated):
         self.assertEqual(len(calls), 1)
         self.assertEqual(self.engine.stats()["shortages"], 3)
 
-    def test_it_may_allocate_free_and_empty_the_cache(self) -> None:
+    def test_a_callback_may_allocate_free_and_empty_the_cache(self) -> None:
         held = [self.fill()]
 
         def busy(*_: object) -> None:
@@ -146,12 +146,12 @@ class Callbacks(Simulated):
         self.engine.allocate(900 * MIB)
         self.assertEqual(self.cushion.receipts()[-1].survived_by, "callbacks")
 
-    def test_taken_away(self) -> None:
+    def test_removed(self) -> None:
         self.fill()
         calls: list[object] = []
 
         class Many:
-            """Two of these are equal, and have no hash."""
+            """Objects that are equal, and not hashable."""
 
             def __eq__(self, other: object) -> bool:
                 return isinstance(other, Many)
@@ -169,10 +169,10 @@ class Callbacks(Simulated):
         self.assertFalse(self.cushion.remove_callback(Many()))
         self.refused()
         self.assertEqual(len(calls), 1)
-        with self.assertRaisesRegex(TypeError, "is no function"):
+        with self.assertRaisesRegex(TypeError, "is not callable"):
             self.cushion.on_shortage(7)
 
-    def test_one_may_be_taken_away_while_it_goes(self) -> None:
+    def test_a_destructor_may_remove_another_callback(self) -> None:
         cushion = self.cushion
 
         class Owner:
@@ -192,7 +192,7 @@ class Callbacks(Simulated):
             Owner()
         self.addCleanup(gc.set_threshold, 700)
 
-    def test_a_slow_one_keeps_nobody_else_s_from_being_called(self) -> None:
+    def test_a_slow_callback_does_not_block_other_callbacks(self) -> None:
         held = [self.engine.allocate(900 * MIB)]
         slow_begins, go_on = threading.Event(), threading.Event()
 
@@ -202,7 +202,7 @@ class Callbacks(Simulated):
                 go_on.wait(60)
 
         self.cushion.on_shortage(slow, priority=1, budget_ms=60_000)
-        # On the thread of futures, which Python does not know.
+        # On the thread of futures, which Python did not start.
         future = self.cushion.alloc_future("800MiB")
         slow_begins.wait()
         self.cushion.on_shortage(lambda *_: held and self.engine.deallocate(held.pop()))
@@ -211,7 +211,7 @@ class Callbacks(Simulated):
         go_on.set()
         future.exception(60)
 
-    def test_one_that_was_not_called_is_not_switched_off(self) -> None:
+    def test_a_callback_that_was_not_called_is_not_switched_off(self) -> None:
         from cushion import _shortage
 
         self.fill()
@@ -229,7 +229,7 @@ class Callbacks(Simulated):
             self.assertTrue(_shortage.is_on(function))
             self.assertFalse(self.cushion.receipts()[-1].answers[0].switched_off)
 
-    def test_every_device_asks_also_those_made_later(self) -> None:
+    def test_every_device_calls_callbacks_also_devices_used_later(self) -> None:
         told: list[int] = []
         self.cushion.on_shortage(lambda device, *_: told.append(device))
         for device in (0, 3):
@@ -240,7 +240,7 @@ class Callbacks(Simulated):
         self.assertEqual([it.device for it in self.cushion.receipts()], [0, 3])
         self.assertEqual([it.device for it in self.cushion.receipts(3)], [3])
 
-    def test_a_thread_without_python_s_lock_gives_up_rather_than_wait_for_ever(self) -> None:
+    def test_a_thread_that_cannot_get_the_gil_skips_callbacks(self) -> None:
         called: list[object] = []
         self.cushion.on_shortage(lambda *_: called.append(1))
         self.fill()
@@ -253,13 +253,13 @@ class Callbacks(Simulated):
         def without_the_lock() -> None:
             served.append(library.cushion_alloc(100 * MIB, 0, None))
 
-        # The first shows that such a thread may call Python at all.
+        # First: such a thread can call Python.
         thread = threading.Thread(target=without_the_lock)
         thread.start()
         thread.join()
         self.assertEqual(len(called), 1)
-        # Now another thread keeps the lock and waits for it, as C code that joins a thread does. Which of the two comes
-        # first is up to the system.
+        # Then another thread holds the GIL and waits for the thread, as C code that joins a thread does. Either of the
+        # two may come first.
         keeps_the_lock = ctypes.PyDLL(None)
         for _ in range(8):
             before = len(called)
@@ -270,18 +270,18 @@ class Callbacks(Simulated):
             self.assertEqual(self.cushion.receipts()[-1].survived_by, "spill")
             if len(called) == before:
                 break
-        self.assertIn("Python's lock was not to be had", self.cushion.receipts()[-1].answers[0].failed)
+        self.assertIn("Python's lock was not free", self.cushion.receipts()[-1].answers[0].failed)
 
 
 class LastCall(Simulated):
-    def test_one_last_call_with_the_receipt(self) -> None:
+    def test_a_last_call_gets_the_receipt(self) -> None:
         self.fill()
         told: list[Any] = []
 
         @self.cushion.on_refusal
         def save(receipt: Any) -> None:
             told.append(receipt)
-            # What is refused meanwhile does not call it again.
+            # A refusal inside does not call it again.
             self.refused(200 * MIB)
 
         error = self.refused()
@@ -292,7 +292,7 @@ class LastCall(Simulated):
         self.refused()
         self.assertEqual(len(told), 1)
 
-    def test_what_it_raises_is_shown_and_the_refusal_goes_on(self) -> None:
+    def test_an_error_in_a_last_call_is_shown_and_the_refusal_raised(self) -> None:
         self.fill()
         shown: list[Any] = []
         sys.unraisablehook = lambda caught: shown.append(caught.exc_value)
@@ -304,7 +304,7 @@ class LastCall(Simulated):
         self.refused()
         self.assertEqual([str(error) for error in shown], ["the disk is full, too"])
 
-    def test_not_for_refusals_that_somebody_goes_on_after(self) -> None:
+    def test_no_last_call_for_expected_refusals(self) -> None:
         self.fill()
         told: list[int] = []
         self.cushion.on_refusal(lambda receipt: told.append(receipt.number))
@@ -312,12 +312,12 @@ class LastCall(Simulated):
         error = self.refused()
         self.assertEqual(told, [])
         self.engine.expect_refusals(False)
-        # Who gave up says so.
-        self.engine.refuse_after_all(0, error.receipt.number)
+        # The program gives up after all.
+        self.engine.refuse_after_all(str(error))
         self.assertEqual(told, [1])
         self.refused()
         self.assertEqual(told, [1, 2])
-        # What another thread expects is not expected here.
+        # A refusal that another thread expects is not expected on this thread.
         gone = threading.Event()
         ready = threading.Event()
 
@@ -334,7 +334,7 @@ class LastCall(Simulated):
         gone.set()
         thread.join()
 
-    def test_one_after_the_other(self) -> None:
+    def test_last_calls_do_not_overlap(self) -> None:
         self.fill()
         at_once: list[int] = []
         inside: list[object] = []
@@ -346,14 +346,10 @@ class LastCall(Simulated):
             threading.Event().wait(0.02)
             inside.pop()
 
-        threads = [threading.Thread(target=self.refused) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        in_threads([self.refused] * 4)
         self.assertEqual(at_once, [1] * 4)
 
-    def test_what_a_step_makes_of_a_refusal(self) -> None:
+    def test_a_step_that_raises_its_own_error_after_a_refusal(self) -> None:
         self.fill()
         told: list[Any] = []
         self.cushion.on_refusal(told.append)
@@ -368,7 +364,7 @@ class LastCall(Simulated):
             self.cushion.retry(step)
         self.assertEqual(len(told), 1)
 
-    def test_inside_of_one_for_a_future(self) -> None:
+    def test_a_last_call_for_a_future(self) -> None:
         kept = self.engine.allocate(900 * MIB)
         told: list[Any] = []
         self.cushion.on_refusal(lambda _: told.append(self.cushion.alloc_future(MIB).result(60)))
@@ -377,7 +373,7 @@ class LastCall(Simulated):
         self.assertEqual(told[0].nbytes, MIB)
         self.engine.deallocate(kept)
 
-    def test_not_for_what_a_callback_is_refused(self) -> None:
+    def test_no_last_call_for_refusals_inside_a_callback(self) -> None:
         held, told = [self.fill()], []
         self.cushion.on_refusal(told.append)
 
@@ -389,7 +385,7 @@ class LastCall(Simulated):
         self.engine.allocate(600 * MIB)
         self.assertEqual(told, [])
 
-    def test_where_no_receipt_is_kept(self) -> None:
+    def test_without_kept_receipts(self) -> None:
         told: list[Any] = []
         self.cushion.on_refusal(told.append)
         self.cushion.keep_receipts(0)

@@ -31,7 +31,7 @@ class Command(unittest.TestCase):
         self.assertIsNone(paged["same_address"])
         self.assertIsNone(paged["oom"])
 
-    def test_replay_in_words(self) -> None:
+    def test_replay_prints_text(self) -> None:
         self.assertIn("segments", self.cushion("replay", TRACE))
 
     def test_replay_on_a_device_that_is_too_small(self) -> None:
@@ -58,11 +58,11 @@ class Command(unittest.TestCase):
         )
         self.assertEqual(done.returncode, 2)
 
-    def test_arguments_that_are_not_text(self) -> None:
+    def test_arguments_that_are_not_utf8(self) -> None:
         with self.assertRaises(TypeError):
             _cushion.command(["cushion", 1])  # type: ignore[list-item]
 
-    def test_a_broken_pipe_is_no_traceback(self) -> None:
+    def test_a_broken_pipe_prints_no_traceback(self) -> None:
         import subprocess
         import sys
 
@@ -77,7 +77,7 @@ class Command(unittest.TestCase):
         self.assertNotIn("panicked", errors)
         self.assertNotIn("Traceback", errors)
 
-    def test_convert_writes_what_pickle_reads(self) -> None:
+    def test_pickle_reads_what_convert_writes(self) -> None:
         import pickle
 
         with tempfile.TemporaryDirectory() as folder:

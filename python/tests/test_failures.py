@@ -1,4 +1,4 @@
-"""Which errors say that memory ran out: those of every library under PyTorch, and no others."""
+"""Recognition of out-of-memory errors: those of every library that PyTorch uses, and no others."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from exact import ExactCase
 import cushion
 from cushion import _failures
 
-# As the libraries write them.
+# The messages as the libraries write them.
 OUT_OF_MEMORY = (
     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.15 GiB",
     "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API call",
@@ -54,7 +54,7 @@ class Texts(unittest.TestCase):
     def test_out_of_memory(self) -> None:
         for text in OUT_OF_MEMORY:
             self.assertIs(cushion.is_out_of_memory(RuntimeError(text)), True, text)
-            # Libraries have classes of their own.
+            # Libraries raise subclasses of RuntimeError.
             self.assertIs(cushion.is_out_of_memory(type("Error", (RuntimeError,), {})(text)), True, text)
 
     def test_others(self) -> None:
@@ -68,7 +68,7 @@ class Texts(unittest.TestCase):
         for other in (ValueError(said), OSError(12, "Cannot allocate memory"), KeyError(said), KeyboardInterrupt(said)):
             self.assertIs(cushion.is_out_of_memory(other), False, repr(other))
 
-    def test_tried_again_and_not(self) -> None:
+    def test_which_errors_are_retried(self) -> None:
         for text, tries in ((OUT_OF_MEMORY[8], 3), (OTHERS[0], 1)):
             calls: list[str] = []
 
@@ -82,22 +82,22 @@ class Texts(unittest.TestCase):
 
 
 class Chains(unittest.TestCase):
-    def test_causes_and_contexts_up_to_what_was_handled_before(self) -> None:
+    def test_causes_and_contexts_end_at_the_handled_error(self) -> None:
         handled, first, second, last = ValueError("handled"), KeyError("1"), MemoryError("2"), RuntimeError("3")
         first.__context__ = handled
         second.__cause__ = first
         last.__context__ = second
         self.assertEqual(_failures.chain(last, handled), [last, second, first])
-        # Errors that name each other have an end, too.
+        # A cycle of contexts ends too.
         handled.__context__ = last
         self.assertEqual(set(map(str, _failures.chain(last, None))), {"3", "2", "'1'", "handled"})
 
 
 class OfTorch(ExactCase):
-    def test_pytorch_s_own(self) -> None:
+    def test_errors_of_pytorch(self) -> None:
         torch = self.torch
         self.assertIs(cushion.is_out_of_memory(torch.cuda.OutOfMemoryError("anything")), True)
-        # As PyTorch says it of the host.
+        # PyTorch's error for host memory.
         with self.assertRaises(RuntimeError) as raised:
             torch.empty(1 << 60, dtype=torch.uint8)
         self.assertIs(cushion.is_out_of_memory(raised.exception), True, raised.exception)
@@ -105,7 +105,7 @@ class OfTorch(ExactCase):
             torch.ones(3) + torch.ones(4)
         self.assertIs(cushion.is_out_of_memory(raised.exception), False)
 
-    def test_whether_it_came_out_of_backward(self) -> None:
+    def test_was_in_backward(self) -> None:
         torch = self.torch
 
         class Fails(torch.autograd.Function):  # type: ignore[misc, name-defined]
@@ -121,7 +121,7 @@ class OfTorch(ExactCase):
         for call, expected in (
             (lambda: Fails.apply(weight * 2).sum().backward(), True),
             (lambda: torch.autograd.backward(Fails.apply(weight * 2).sum()), True),
-            # It adds to no gradients.
+            # autograd.grad() does not add to gradients.
             (lambda: torch.autograd.grad(Fails.apply(weight * 2).sum(), weight), False),
             (lambda: self.at_most(2, weight), False),
         ):

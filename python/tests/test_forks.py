@@ -1,26 +1,19 @@
-"""Children made by fork while other threads hold Cushion's locks: none may wait for one. No PyTorch, no GPU."""
+"""Forks while other threads hold Cushion's locks: the child must not wait for such a lock. No PyTorch, no GPU."""
 
 from __future__ import annotations
 
 import os
-import signal
-import sys
 import threading
 import unittest
 from collections.abc import Callable
-from typing import Any
 
 from simulated import Simulated
-from support import MIB
-
-CHILDREN = 150
-# A child that takes longer hangs.
-SECONDS = 20
+from support import MIB, fork_while
 
 
 class Forks(Simulated):
     def use(self) -> None:
-        """All that needs no device, and much of it no lock of Python's."""
+        """Calls the functions that need no device."""
         engine = self.engine
         number = engine.add_callback(print, "a callback")
         engine.is_callback_on(number)
@@ -32,43 +25,18 @@ class Forks(Simulated):
         engine.set_metadata("of this thread")
         engine.metadata()
         engine.observe_receipts(None)
+        engine.receipt_for("not a refusal")
+        engine.refuse_after_all("not a refusal")
         engine.kept_notes()
 
-    def in_children(self, act: Callable[[], Any], end: Callable[[int], Any]) -> None:
-        stop, failures = threading.Event(), []
+    def in_children(self, act: Callable[[], object], end: Callable[[int], object] = os._exit) -> None:
+        def work(_number: int) -> None:
+            self.use()
+            self.engine.deallocate(self.engine.allocate(512))
 
-        def work() -> None:
-            try:
-                while not stop.is_set():
-                    self.use()
-                    self.engine.deallocate(self.engine.allocate(512))
-            except BaseException as error:  # noqa: BLE001
-                failures.append(error)
+        fork_while(work, act, children=150, end=end)
 
-        workers = [threading.Thread(target=work) for _ in range(3)]
-        before = sys.getswitchinterval()
-        sys.setswitchinterval(1e-5)
-        for worker in workers:
-            worker.start()
-        try:
-            for _ in range(CHILDREN):
-                child = os.fork()
-                if child == 0:
-                    signal.alarm(SECONDS)
-                    try:
-                        act()
-                    except BaseException:  # noqa: BLE001
-                        os._exit(3)
-                    end(0)
-                self.assertEqual(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), 0)
-        finally:
-            stop.set()
-            for worker in workers:
-                worker.join()
-            sys.setswitchinterval(before)
-        self.assertEqual(failures, [])
-
-    def test_a_child_can_use_what_needs_no_device(self) -> None:
+    def test_a_child_can_call_functions_that_need_no_device(self) -> None:
         kept = self.engine.allocate(MIB)
         self.engine.record_memory_history("all", "all", 100, True, [])
 
@@ -81,14 +49,14 @@ class Forks(Simulated):
             thread.start()
             thread.join()
 
-        self.in_children(act, os._exit)
+        self.in_children(act)
         self.engine.deallocate(kept)
 
-    def test_a_child_can_end_as_programs_do(self) -> None:
+    def test_a_child_can_exit(self) -> None:
         import ctypes
 
         self.engine.allocate(MIB)
-        # Not Python's end, which is not ours: what the C library does, with what each thread leaves behind.
+        # The exit of the C library, with the thread-local state of each thread, and not Python's shutdown.
         self.in_children(self.use, ctypes.CDLL(None).exit)
 
 

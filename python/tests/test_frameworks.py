@@ -1,9 +1,9 @@
-"""The recipes of docs/frameworks.md as they are printed, on several ranks of which one runs out of memory.
+"""Runs the recipes of docs/frameworks.md on several ranks, of which one runs out of memory.
 
-Each recipe is run on two ranks over the CPU, with Ray also on four workers. In the second step one rank raises
+Each recipe runs on two ranks on the CPU, with Ray also on four workers. In the second step one rank raises
 `torch.OutOfMemoryError` once: before the forward pass, in it, or in the backward pass. After four steps the weights are
-the same on all ranks, and those of a run without a failure. Updates are plain SGD, because Adam would hide gradients
-that are too large or too small by a factor.
+the same on all ranks, and equal to those of a run without a failure. Updates are plain SGD, because Adam would hide
+gradients that are wrong by a factor.
 
 Importing the frameworks takes longer than the runs: one process imports them all, and ranks are forked from it."""
 
@@ -29,19 +29,19 @@ import snippets_frameworks as setups
 import support
 
 PAGE = support.ROOT / "docs" / "frameworks.md"
-# Runs without a failure, and with one at each of these places; then one that does not say who tries again.
+# The places of the failure in each run. The last run gives neither group= nor local=.
 PLACES = ("nowhere", "before", "forward", "backward")
 ALONE = "alone"
 EXACT = 1e-12
-# Losses of causal language models are computed in float32 by transformers, whatever the model is in.
+# transformers computes the losses of causal language models in float32.
 SINGLE = 1e-6
-# bfloat16 has 8 bits.
+# bfloat16 has 8 bits of precision.
 HALF = 1e-2
 NO_GPU = {"LD_PRELOAD": None, "LD_LIBRARY_PATH": None, "CUDA_VISIBLE_DEVICES": ""}
 
 
 def recipe(text: str) -> snippets.Block:
-    """The block of the page that has this text in it."""
+    """Returns the block of the page that contains this text."""
     found = [it for it in snippets.blocks(PAGE) if it.language == "python" and text in it.code]
     assert len(found) == 1, f"{len(found)} blocks of {PAGE.name} have {text!r}"
     return found[0]
@@ -51,7 +51,7 @@ def recipe(text: str) -> snippets.Block:
 
 
 class Trap:
-    """Raises out of memory once, in the second step, at one place of it."""
+    """Raises out of memory once, in the second step, at a given place."""
 
     STEP = 1
 
@@ -59,7 +59,7 @@ class Trap:
         self.place = place
         self.steps = 0
         self.fired = 0
-        #: whether a module is the one whose call begins a forward pass
+        #: returns whether a module is the outermost one, whose call begins a forward pass
         self.is_outermost: Callable[[Any], bool] = lambda module: False
 
     def at(self, place: str) -> None:
@@ -71,7 +71,7 @@ class Trap:
 
     @contextlib.contextmanager
     def set(self, inside: Any, is_outermost: Callable[[Any], bool]) -> Any:
-        """Watches calls of the outermost module, and passes of a module inside of it."""
+        """Hooks the calls of the outermost module, and both passes of a module inside it."""
         import torch
 
         def call(module: Any, _arguments: Any) -> None:
@@ -91,7 +91,7 @@ class Trap:
 
 
 def passing(trap: Trap, outputs: Any) -> Any:
-    """The same outputs, by way of a trap in both directions."""
+    """Returns the same outputs, with the trap in the forward and the backward pass."""
     import torch
 
     class Through(torch.autograd.Function):  # type: ignore[misc]
@@ -141,14 +141,14 @@ def common_names() -> dict[str, Any]:
 
 
 class Case:
-    """A recipe: the text that its block is known by, and what is there around it."""
+    """A recipe: a text that identifies its block, and the setup around it."""
 
     text = ""
     package: str | None = None
     tolerance = EXACT
-    #: whether the step is run in parts after a failure
+    #: whether the step runs in parts after a failure
     splits = True
-    #: whether buffers, which may differ between ranks, are compared with those of a run without a failure
+    #: whether buffers are compared with those of a run without a failure; they may differ between ranks
     buffers = False
 
     def __init__(self, rank: int, world: int) -> None:
@@ -162,7 +162,7 @@ class Case:
         raise NotImplementedError
 
     def done(self) -> None:
-        """Afterwards, so that another can be run in this process."""
+        """Cleans up, so that another recipe can run in this process."""
 
     def weights(self) -> list[float]:
         return weights(self.model, self.buffers)
@@ -178,7 +178,7 @@ class Ddp(Case):
 
 
 class DdpByItsModule(Ddp):
-    """The program names the module that it made, and DDP is around it."""
+    """The program gives its own module as grads=, not the DDP around it."""
 
     def run(self, code: str, trap: Trap) -> None:
         inner = code.replace("grads=model", "grads=model.module")
@@ -187,8 +187,8 @@ class DdpByItsModule(Ddp):
 
 
 class DdpFindsUnused(Ddp):
-    """DDP agrees on what was used in C++, after its last reduction. The alarm of another rank may come between: each
-    rank waits there for a while."""
+    """After its last reduction, DDP's C++ code begins another collective, of which parameters were used. The alarm of
+    another rank may come in between: each rank waits there for a while."""
 
     def run(self, code: str, trap: Trap) -> None:
         import torch.distributed as dist
@@ -222,7 +222,7 @@ class Fsdp2(Case):
 
 
 def _as_torchrun(rank: int) -> None:
-    """The program makes its process group itself, by the address in the environment."""
+    """Sets the variables of torchrun: the program creates its process group itself."""
     import torch.distributed as dist
 
     port = [ranks._free_port() if rank == 0 else 0]
@@ -232,7 +232,7 @@ def _as_torchrun(rank: int) -> None:
 
 
 class BatchNorm(Case):
-    """The recipe for models that see the whole batch: DDP's, without `split` and `loss`."""
+    """The recipe for models that see the whole batch: that of DDP without `split` and `loss`."""
 
     text = Ddp.text
     splits = False
@@ -254,7 +254,8 @@ class BatchNorm(Case):
 
 
 class BatchNormInEvaluation(BatchNorm):
-    """It divides by what it has learnt, so that it can be split. DDP broadcasts its buffers in each forward pass."""
+    """Batch norm in evaluation uses its running statistics, so it can be split. DDP broadcasts its buffers in each
+    forward pass."""
 
     splits = True
 
@@ -270,7 +271,7 @@ class BatchNormInEvaluation(BatchNorm):
 class Accelerate(Case):
     text = "accelerator.prepare"
     package = "accelerate"
-    #: for accelerate.Accelerator
+    #: arguments of accelerate.Accelerator
     options: dict[str, Any] = {}
 
     def run(self, code: str, trap: Trap) -> None:
@@ -298,13 +299,13 @@ def _reset_accelerate() -> None:
 
 
 class Accumulating(Accelerate):
-    """Two batches for each update. The first of them is there already when the second fails."""
+    """Two batches for each update. The gradients of the first exist when the second fails."""
 
     options = {"gradient_accumulation_steps": 2}
 
 
 class Scaling(Accelerate):
-    """With a GradScaler, which Accelerate makes for GPUs alone: here it gets one for the CPU."""
+    """With a GradScaler. Accelerate creates one only for GPUs, so it gets one for the CPU here."""
 
     options = {"gradient_accumulation_steps": 2}
 
@@ -329,11 +330,11 @@ class HalfPrecision(Accelerate):
 
 
 class Trainer(Case):
-    """Hugging Face's, with a model whose loss is a mean, although the Trainer gives it a number to divide by."""
+    """Hugging Face's Trainer, with a model whose loss is a mean, independent of the divisor that the Trainer passes."""
 
     text = "RetryTrainer"
     package = "transformers"
-    #: for TrainingArguments, and for the Trainer itself
+    #: arguments of TrainingArguments, and of the Trainer
     options: dict[str, Any] = {}
     more: dict[str, Any] = {}
 
@@ -369,21 +370,21 @@ def summed(outputs: Any, labels: Any, num_items_in_batch: Any) -> Any:
 
 
 class TrainerOfSums(Trainer):
-    """The sum of the losses is divided by the number that the Trainer gives, for all batches of an update."""
+    """The sum of the losses is divided by the number that the Trainer passes, for all batches of an update."""
 
     options = {"gradient_accumulation_steps": 2}
     more = {"compute_loss_func": summed}
 
 
 class TrainerOfRanks(TrainerOfSums):
-    """Each rank divides by its own labels."""
+    """Each rank divides by the number of its own labels."""
 
     options = {"average_tokens_across_devices": False}
 
 
 class TrainerOfWords(Trainer):
-    """A causal language model, which divides a sum, too. How many of its labels count is left to chance, and in some
-    rows none does."""
+    """A causal language model, which divides a sum too. The number of labels that count is random, and 0 in some
+    rows."""
 
     options = {"gradient_accumulation_steps": 2}
     tolerance = SINGLE
@@ -411,7 +412,7 @@ class TrainerOfWords(Trainer):
 
 
 class TrainerOfSmoothedWords(TrainerOfWords):
-    """The Trainer computes the loss itself, and takes the labels out of the batch for that."""
+    """The Trainer computes the loss itself, and removes the labels from the batch for that."""
 
     options = {"label_smoothing_factor": 0.1}
 
@@ -438,7 +439,7 @@ class LightningByHand(Case):
         return self.model[1]
 
     def is_outermost(self, module: Any) -> bool:
-        # Lightning is inside of DDP's forward pass when it calls training_step.
+        # Lightning calls training_step inside DDP's forward pass.
         return module is self.model
 
 
@@ -447,7 +448,7 @@ class LightningFindsUnused(LightningByHand):
 
 
 class Lightning(LightningByHand):
-    """With automatic optimization. DDP's forward pass is inside of the step, with its broadcast of the buffers."""
+    """With automatic optimization. The step contains DDP's forward pass, with its broadcast of the buffers."""
 
     text = "optimizer_closure"
     splits = False
@@ -476,7 +477,7 @@ CASES: dict[str, type[Case]] = {
 
 
 def on_rank(rank: int, world: int, name: str) -> dict[str, Any]:
-    """All runs of one recipe. Each place is on another rank."""
+    """Executes all runs of one recipe. Each failure is on another rank than the one before."""
     import cushion
 
     launched = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "GROUP_RANK": 0}
@@ -504,13 +505,13 @@ def on_rank(rank: int, world: int, name: str) -> dict[str, Any]:
 
 
 def run_on_ranks(names: list[str]) -> dict[str, Any]:
-    """The results of each recipe on both ranks, or why there are none."""
+    """Returns the results of each recipe on both ranks, or the error."""
     import warnings
 
     import torch
 
     warnings.simplefilter("ignore")
-    # What the first step of a program would import, in each rank.
+    # Modules that each rank would otherwise import in its first step.
     for module in ("torch._dynamo", "torch.distributed.fsdp"):
         importlib.import_module(module)
     torch.set_num_threads(1)
@@ -534,7 +535,7 @@ def _import_for_ranks(package: str) -> None:
         logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     elif package == "transformers":
         library = importlib.import_module("transformers")
-        # They are imported when they are named.
+        # transformers imports these at the first access.
         for name in ("Trainer", "TrainingArguments", "BertForSequenceClassification", "LlamaForCausalLM"):
             getattr(library, name)
     else:
@@ -548,7 +549,7 @@ def is_installed(package: str | None) -> bool:
 @functools.cache
 def results() -> dict[str, Any]:
     names = [name for name, case in CASES.items() if is_installed(case.package)]
-    # From scratch: frameworks would find the GPUs of the stand-ins, which other processes of tests are forked with.
+    # In a fresh process: forked ones have the GPUs of the stand-ins, which frameworks would use.
     found: dict[str, Any] = support.call(run_on_ranks, names, changes=NO_GPU, warm=False, timeout=600)
     return found
 
@@ -558,7 +559,7 @@ def difference(one: list[float], other: list[float]) -> float:
 
 
 class Checks(unittest.TestCase):
-    """What is asserted of the runs of a recipe, on all ranks."""
+    """Checks of the runs of a recipe, on all ranks."""
 
     def check(self, everywhere: list[dict[str, Any]], case: type[Case]) -> None:
         whole = [it["nowhere"] for it in everywhere]
@@ -579,13 +580,13 @@ class Checks(unittest.TestCase):
 
     def check_alone(self, everywhere: list[dict[str, Any]]) -> None:
         for run in everywhere:
-            self.assertIn('Say group="world"', run[ALONE].get("error", "no error"))
+            self.assertIn('Give group="world"', run[ALONE].get("error", "no error"))
             self.assertEqual(run[ALONE]["tries"], 0)
 
 
 @support.needs_torch
 class Recipes(Checks):
-    """Its tests are made below, one for each recipe."""
+    """The tests are generated below, one for each recipe."""
 
     def check_case(self, name: str) -> None:
         case = CASES[name]
@@ -615,7 +616,7 @@ for _name in CASES:
 
 
 class Shown:
-    """Takes down how a function of Ray's is called in a block."""
+    """Records how a block calls a function of Ray."""
 
     def __init__(self) -> None:
         self.given: dict[str, Any] = {}
@@ -624,7 +625,7 @@ class Shown:
         self.given = given
 
 
-#: what a worker of Ray is doing: the recipe gets its model and its batches from functions
+#: the present run of a Ray worker: the recipe gets its model and its batches from functions
 _worker: dict[str, Any] = {}
 
 
@@ -639,7 +640,7 @@ def fails_otherwise(_outputs: Any, _targets: Any) -> Any:
 
 
 def work(config: dict[str, Any]) -> None:
-    """The training function of a worker: in its first life a step fails, in the second all runs of the recipe."""
+    """The training function of a worker. On its first start a step fails; on the second it executes all runs."""
     import ray.train
     import torch
 
@@ -678,7 +679,7 @@ def work(config: dict[str, Any]) -> None:
 
 
 def run_on_ray(folder: str) -> dict[str, Any]:
-    """Both runs on one cluster. Returns what the workers wrote."""
+    """Starts both worker groups on one cluster. Returns the results that the workers wrote."""
     import ray
     import ray.train.torch
 
@@ -704,7 +705,7 @@ def run_on_ray(folder: str) -> dict[str, Any]:
 @functools.cache
 def ray_results() -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-        # Ray writes results below the home of the user, unless a program says otherwise.
+        # Ray writes results below the user's home by default.
         changes = {"HOME": folder, "RAY_TRAIN_V2_ENABLED": "1", "RAY_USAGE_STATS_ENABLED": "0"}
         found: dict[str, Any] = support.call(run_on_ray, folder, changes=changes, warm=False, timeout=300)
     return found
@@ -713,7 +714,7 @@ def ray_results() -> dict[str, Any]:
 @support.needs_torch
 @unittest.skipUnless(is_installed("ray"), "ray is not installed")
 class Ray(Checks):
-    """Over the stand-ins, because Cushion is installed in the workers. They have no GPU of Ray's: all is on the CPU."""
+    """Over the stand-ins, because the workers install Cushion. Ray gives them no GPU: all tensors are on the CPU."""
 
     def everywhere(self, world: int) -> list[dict[str, Any]]:
         return [json.loads(ray_results()[f"results {world} {rank}"]) for rank in range(world)]
@@ -724,7 +725,7 @@ class Ray(Checks):
     def test_four_workers(self) -> None:
         self.check(self.everywhere(4), Case)
 
-    def test_workers_that_do_not_say_who_tries_again(self) -> None:
+    def test_workers_without_group_or_local(self) -> None:
         for world in (2, 4):
             self.check_alone(self.everywhere(world))
 
@@ -732,7 +733,7 @@ class Ray(Checks):
         for world in (2, 4):
             self.assertEqual([it["is_installed"] for it in self.everywhere(world)], [True] * world)
 
-    def test_an_error_that_passes_through_makes_ray_start_the_workers_again(self) -> None:
+    def test_ray_restarts_the_workers_after_another_error(self) -> None:
         lives = {name: text for name, text in ray_results().items() if name.startswith("lives")}
         self.assertEqual({text for name, text in lives.items() if name.startswith("lives 2")}, {"life life "})
         self.assertEqual({text for name, text in lives.items() if name.startswith("lives 4")}, {"life "})

@@ -1,5 +1,5 @@
-"""gcAllocator: what its README tells people to type, on PyTorch over the stand-ins, and its figures on simulated
-devices, where no PyTorch is needed."""
+"""gcAllocator: the code of its README, with PyTorch over the stand-ins, and its statistics on simulated devices,
+without PyTorch."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import sys
 import threading
 import unittest
 import warnings
+from functools import partial
 
 import support
-from support import GIB, MIB
+from support import GIB, MIB, in_threads
 
 sys.path.insert(0, str(support.ROOT / "tests" / "gpu"))
 import blocks
@@ -20,7 +21,7 @@ FOREIGN = 0x7F00_0000_0000
 
 
 def said_by(block: str) -> tuple[list[str], str, list[warnings.WarningMessage]]:
-    """What a program prints and logs, and what it is warned of."""
+    """Runs a program. Returns its output, its log messages and its warnings."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         with warnings.catch_warnings(record=True) as caught:
@@ -59,7 +60,7 @@ class Readme(support.TorchCase):
         self.assertIn("installed", log)
         self.assertEqual(len(caught), 1, caught)
 
-    def test_after_uninstall_memory_is_served_and_figures_stay(self) -> None:
+    def test_after_uninstall_memory_is_served_and_statistics_stay(self) -> None:
         import torch
 
         import cushion
@@ -82,7 +83,7 @@ class Readme(support.TorchCase):
             del second
             self.assertEqual(again.get_stats().current_bytes_allocated, 3 * MIB)
 
-    def test_a_block_inside_leaves_what_is_around_it(self) -> None:
+    def test_a_block_inside_an_installation_does_not_uninstall(self) -> None:
         import torch
 
         import gcAllocator
@@ -124,7 +125,7 @@ class Readme(support.TorchCase):
             gcAllocator.install()
         self.assertIn("installed", err.getvalue())
 
-    def test_too_late_is_cushion_s_own_error(self) -> None:
+    def test_too_late_raises_install_error(self) -> None:
         import torch
 
         import cushion
@@ -169,7 +170,7 @@ class Simulated(support.ProcessCase):
         )
         self.assertNotIn("torch", sys.modules)
 
-    def test_uninstall_freezes_and_says_nothing_of_pytorch(self) -> None:
+    def test_uninstall_without_pytorch_does_not_warn(self) -> None:
         import gcAllocator
         from cushion import _cushion
 
@@ -181,7 +182,7 @@ class Simulated(support.ProcessCase):
             gcAllocator.uninstall()
         self.assertEqual(allocator.get_stats().current_bytes_allocated, MIB)
 
-    def test_tracking_cushion_s_own_counts_nothing(self) -> None:
+    def test_tracking_memory_of_cushion_counts_nothing(self) -> None:
         import gcAllocator
         from cushion import _cushion
 
@@ -201,7 +202,7 @@ class Simulated(support.ProcessCase):
         core.track_deallocation(address)
         self.assertEqual(gcAllocator.get_stats().tracked, before.tracked)
 
-    def test_tracking_memory_of_others_is_counted_apart(self) -> None:
+    def test_tracked_memory_is_counted_separately(self) -> None:
         import gcAllocator
 
         gcAllocator.install()
@@ -209,7 +210,7 @@ class Simulated(support.ProcessCase):
         core.track_allocation(FOREIGN, 3 * MIB, 0)
         core.track_allocation(FOREIGN + GIB, MIB, 2)
         core.track_deallocation(FOREIGN)
-        # Its end was never told of.
+        # Its free was not reported.
         core.track_allocation(FOREIGN + GIB, 2 * MIB, 2)
         core.track_deallocation(FOREIGN + 2 * GIB)
         core.track_allocation(0, 0, 0)
@@ -220,9 +221,9 @@ class Simulated(support.ProcessCase):
         self.assertEqual((tracked.current_bytes_allocated, tracked.peak_bytes_allocated), (2 * MIB, 4 * MIB))
         self.assertEqual((tracked.total_bytes_allocated, tracked.total_bytes_freed), (6 * MIB, 4 * MIB))
         self.assertEqual(tracked.bytes_by_device, {2: 2 * MIB})
-        self.assertIn("tracked, and not Cushion's: 2.00 MiB in use", str(stats))
+        self.assertIn("tracked, not Cushion's: 2.00 MiB in use", str(stats))
 
-    def test_tracking_what_is_no_address(self) -> None:
+    def test_tracking_invalid_addresses(self) -> None:
         import gcAllocator
 
         core = gcAllocator.gc_allocator_core
@@ -232,10 +233,10 @@ class Simulated(support.ProcessCase):
             core.track_allocation(FOREIGN, -1, 0)
         with self.assertRaisesRegex(TypeError, "ptr is 1.5"):
             core.track_deallocation(1.5)  # type: ignore[arg-type]
-        with self.assertRaisesRegex(ValueError, "no device has so much"):
+        with self.assertRaisesRegex(ValueError, r"less than 2 \*\* 64"):
             core.track_allocation(1 << 64, 1, 0)
 
-    def test_finalisers_may_end_what_they_track(self) -> None:
+    def test_finalisers_may_report_frees(self) -> None:
         import gc
         import weakref
 
@@ -243,7 +244,7 @@ class Simulated(support.ProcessCase):
 
         class Foreign:
             def __init__(self, ptr: int) -> None:
-                # Only the garbage collector finds it.
+                # A reference cycle: only the garbage collector frees it.
                 self.itself = self
                 gcAllocator.gc_allocator_core.track_allocation(ptr, 10, 0)
                 weakref.finalize(self, gcAllocator.gc_allocator_core.track_deallocation, ptr)
@@ -259,7 +260,7 @@ class Simulated(support.ProcessCase):
         tracked = gcAllocator.get_stats().tracked
         self.assertEqual((tracked.total_allocations, tracked.current_bytes_allocated), (1999, 0))
 
-    def test_blocks_of_one_allocator_inside_each_other(self) -> None:
+    def test_nested_blocks_of_one_allocator(self) -> None:
         import gcAllocator
         from cushion import _cushion
 
@@ -285,11 +286,7 @@ class Simulated(support.ProcessCase):
                     allocator.get_stats()
                     core.track_deallocation(FOREIGN + number * GIB + i)
 
-        threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        in_threads([partial(work, number) for number in range(8)])
         with gcAllocator.GCAllocator() as allocator:
             tracked = allocator.get_stats().tracked
         self.assertEqual((tracked.total_allocations, tracked.current_bytes_allocated), (1600, 0))

@@ -1,4 +1,4 @@
-"""Recorded history: its stacks, what it leaves out, and that Cushion's own tools and PyTorch's read it."""
+"""Recorded history: its stacks, what it skips, and that the tools of Cushion and PyTorch read it."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ class History(TorchCase):
     def test_context_levels(self) -> None:
         torch = self.install()
         expected = {
-            # context: (live blocks, alloc events, free events) have stacks. With "alloc" an event of a free has
-            # the stack of the allocation.
+            # context: whether (live blocks, alloc events, free events) have stacks. With "alloc" the event of a free
+            # has the stack of the allocation.
             None: (False, False, False),
             "state": (True, False, False),
             "alloc": (True, True, True),
@@ -90,7 +90,7 @@ class History(TorchCase):
                 self.assertEqual([bool(block["frames"]) for block in blocks], [live])
                 del kept
 
-    def test_what_happened(self) -> None:
+    def test_actions(self) -> None:
         torch = self.install()
         torch.cuda.memory._record_memory_history(stacks="python")
         kept = torch.empty(30 * MIB, dtype=torch.uint8, device="cuda")
@@ -133,7 +133,7 @@ class History(TorchCase):
         self.assertIn("alloc", actions)
         self.assertEqual({action for action in actions if action.startswith("free")}, set())
 
-    def test_the_last_ones_stay(self) -> None:
+    def test_max_entries_keeps_the_last(self) -> None:
         torch = self.install()
         torch.cuda.memory._record_memory_history(max_entries=3, stacks="python")
         for _ in range(10):
@@ -175,7 +175,7 @@ class History(TorchCase):
         blocks = [b for s in snapshot["segments"] for b in s["blocks"] if b["address"] == kept.data_ptr()]
         self.assertTrue(blocks[0]["frames"])
 
-    def test_the_older_form(self) -> None:
+    def test_the_legacy_signature(self) -> None:
         torch = self.install()
         torch.cuda.memory._record_memory_history(True, trace_alloc_max_entries=100, trace_alloc_record_context=True)
         torch.empty(MIB, dtype=torch.uint8, device="cuda")
@@ -195,12 +195,12 @@ class History(TorchCase):
     def test_from_threads_without_python(self) -> None:
         torch = self.install()
         torch.cuda.memory._record_memory_history(stacks="python")
-        # The backward pass allocates on a thread of PyTorch's own.
+        # The backward pass allocates on a thread of autograd.
         leaf = torch.ones(1024, device="cuda", requires_grad=True)
         (leaf * 2).sum().backward()
         self.assertGreater(len(self.entries(torch, "alloc")), 2)
 
-    def test_code_that_is_gone_is_still_named(self) -> None:
+    def test_frames_of_deleted_code_keep_their_names(self) -> None:
         import gc
 
         torch = self.install()
@@ -227,8 +227,8 @@ class HistoryExpandable(History):
 
 class HistoryPaged(History):
     policy = "paged"
-    # It tells PyTorch's numbers, to the byte.
-    test_what_happened = None  # type: ignore[assignment]
+    # It expects PyTorch's sizes, to the byte.
+    test_actions = None  # type: ignore[assignment]
 
 
 def _work(torch: Any, seed: int, before: bool) -> None:
@@ -255,7 +255,7 @@ def _work(torch: Any, seed: int, before: bool) -> None:
 
 
 class Replay(TorchCase):
-    """What `_dump_snapshot` writes, `cushion replay` plays to the same addresses."""
+    """`cushion replay` of a file of `_dump_snapshot` gives the same addresses."""
 
     changes = {"STANDIN_CAPACITY": str(16 * GIB)}
 
@@ -281,7 +281,7 @@ class Replay(TorchCase):
     def test_from_the_middle(self) -> None:
         self.assert_replays(self.dump(before=True))
 
-    def test_pytorch_s_own_tools(self) -> None:
+    def test_tools_of_pytorch(self) -> None:
         import pickle
 
         from torch.cuda import _memory_viz as viz
@@ -299,7 +299,7 @@ class Replay(TorchCase):
             self.assertEqual(sum(map(viz.calc_active, snapshot["segments"])) + pending, active)
         flame = [getattr(viz, name) for name in ("segments", "memory")]
         for draw in flame:
-            # Draws with a script that it fetches from the network; the lines before that are its own.
+            # The plot uses a script from the network. Only the download is replaced.
             fetched: list[str] = []
             draw(snapshot, lambda lines: fetched.append(lines) or "svg")
             self.assertTrue(fetched[0].strip())
@@ -311,7 +311,7 @@ class ReplayExpandable(Replay):
 
 
 class ReplayPaged(Replay):
-    """A trace does not tell which addresses are second ones: it is replayed, and they are not compared."""
+    """A trace does not record which addresses are stitches: it is replayed, and addresses are not compared."""
 
     policy = "paged"
 

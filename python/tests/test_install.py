@@ -1,5 +1,5 @@
-"""`cushion.install()` where it cannot work, and what it asks of PyTorch where it can: small packages named
-`torch` stand for PyTorch here."""
+"""`cushion.install()`: when it raises, and which functions of PyTorch it calls. Small packages named `torch` replace
+PyTorch here."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import support
 
-# Just what install() looks at.
+# The attributes that install() uses.
 FAKE_TORCH = """
     import types
 
@@ -113,7 +113,7 @@ class Refusals(Fake):
                 self.torch(version=version)
                 self.assert_refused(version, "too old", "2.3")
 
-    def test_the_oldest_and_odd_versions_are_let_in(self) -> None:
+    def test_the_oldest_version_and_unusual_version_strings_are_accepted(self) -> None:
         for version in ("2.3.0", "2.10.0a0+git123", "3.0", "nightly"):
             with self.subTest(version):
                 self.torch(version=version)
@@ -132,7 +132,7 @@ class Refusals(Fake):
         self.assert_refused("CUDA is in use already", "cushion.install()", "cushion run")
 
     def test_cuda_in_use_under_ray(self) -> None:
-        """Ray Train has set the GPU of a worker when its training function begins."""
+        """Ray Train sets the GPU of a worker before it calls the training function."""
         self.torch(initialised=True)
         hook = 'ray.init(runtime_env={"worker_process_setup_hook": "cushion.install"})'
         self.assertNotIn("Ray", self.install()[0])
@@ -146,17 +146,17 @@ class Refusals(Fake):
         self.torch(refuses=True)
         self.assert_refused("Can't swap an already initialized allocator", "Another allocator")
 
-    def test_is_an_error_of_its_own_that_is_a_runtime_error(self) -> None:
+    def test_install_error_is_a_runtime_error(self) -> None:
         import cushion
 
         self.assertTrue(issubclass(cushion.InstallError, RuntimeError))
 
-    def test_a_bad_setting_comes_before_torch(self) -> None:
+    def test_an_invalid_option_is_found_before_torch_is_imported(self) -> None:
         result, installed = self.install('policy="best"')
         self.assertTrue(result.startswith("builtins|ValueError|"), result)
         self.assertEqual(installed, "False")
 
-    def test_after_a_refusal_it_can_be_tried_again(self) -> None:
+    def test_install_can_be_called_again_after_an_error(self) -> None:
         self.torch(initialised=True)
         lines = self.run_python(
             """
@@ -174,7 +174,7 @@ class Refusals(Fake):
 
 
 class Taking(Fake):
-    def test_loads_the_module_itself_and_sets_every_hook_before_the_change(self) -> None:
+    def test_loads_the_extension_and_sets_every_hook_before_the_change(self) -> None:
         self.torch()
         lines = self.run_python(
             """
@@ -191,7 +191,7 @@ class Taking(Fake):
         )
         self.assertEqual(lines, ["True"])
 
-    def test_twice_changes_only_settings(self) -> None:
+    def test_a_second_call_changes_only_options(self) -> None:
         self.torch()
         lines = self.run_python(
             """
@@ -207,7 +207,7 @@ class Taking(Fake):
         self.assertIn("expandable_segments:True", lines[0])
         self.assertIn("max_split_size_mb:64", lines[0])
 
-    def test_warnings_that_are_errors_leave_it_whole(self) -> None:
+    def test_warnings_raised_as_errors_do_not_undo_it(self) -> None:
         self.torch(benchmark=True)
         lines = self.run_python(
             """
@@ -241,7 +241,7 @@ class Taking(Fake):
         )
         self.assertEqual(lines, ["1"])
 
-    def test_backend_leaves_the_environment(self) -> None:
+    def test_backend_is_removed_from_the_environment(self) -> None:
         self.torch()
         code = """
             import cushion, os
@@ -269,10 +269,10 @@ class Logging(Fake):
         self.assertEqual(done.returncode, 0, done.stderr)
         return done.stdout, done.stderr
 
-    def test_silent_unless_asked(self) -> None:
+    def test_silent_by_default(self) -> None:
         out, err = self.run_both(False, None)
         self.assertEqual(out, "")
-        # The package that stands for PyTorch has none of its exceptions, and that is worth a warning.
+        # The fake torch does not have PyTorch's exception, which causes a warning.
         self.assertIn("UserWarning: PyTorch 2.11.0+cu130 gets a RuntimeError when memory runs out", err)
         self.assertEqual(len(err.splitlines()), 1, err)
 

@@ -1,4 +1,4 @@
-"""What `cushion.retry` remembers of shortages: for how long a step runs in parts, and who may forget it."""
+"""What `cushion.retry` remembers of shortages: for how long a step runs in parts, and what makes it forget."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cushion import _known
 
 class Patience(unittest.TestCase):
     def test_each_passing_shortage_costs_the_same(self) -> None:
-        """Six shortages of one step, with healthy steps between: none of them is remembered longer than the first."""
+        """Six shortages of one step, with successful steps between: each is remembered as long as the first."""
         card = Card(8)
 
         @cushion.retry(split=cushion.split_batch, combine=sum)
@@ -61,7 +61,7 @@ class Patience(unittest.TestCase):
 
 class Forgetting(unittest.TestCase):
     def test_while_a_call_is_being_split(self) -> None:
-        """What is remembered goes away between the look at it and the parts that are made below it."""
+        """The remembered size is reset between the read and the split."""
         room = 2
 
         def split(parts: int, rows: Rows) -> Any:
@@ -77,8 +77,8 @@ class Forgetting(unittest.TestCase):
         for _ in range(3):
             self.assertEqual(step(Rows(range(8))), 28)
 
-    def test_between_two_looks_at_it(self) -> None:
-        """As another thread can do: what is read a second time may be gone."""
+    def test_between_two_reads(self) -> None:
+        """Another thread may reset the size: a second read may return None."""
 
         class Fleeting(_known.Known):
             looks = 0
@@ -140,7 +140,7 @@ class Forgetting(unittest.TestCase):
 
 
 def _plan_of(step: Any) -> Any:
-    """What `cushion.retry` makes of its options."""
+    """Returns the plan that `cushion.retry` makes from its options."""
     from unittest import mock
 
     from cushion import _tries

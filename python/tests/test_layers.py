@@ -12,7 +12,7 @@ from exact import ExactCase
 import cushion
 from cushion import _layers
 
-# Named by steps below, as programs have them.
+# Globals that the steps below refer to.
 model: Any = None
 
 
@@ -22,7 +22,7 @@ class Refusing(ExactCase):
         return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 2))
 
     def refused(self, step: Any, *arguments: Any, **options: Any) -> str:
-        """It is refused before the step has run, with memory enough."""
+        """Checks that CannotSplit is raised before the step runs, without a shortage. Returns the message."""
         calls: list[int] = []
         options = {"split": cushion.split_batch, "combine": list, **options}
         with self.assertRaises(cushion.CannotSplit) as raised:
@@ -43,22 +43,22 @@ class Refusing(ExactCase):
         with self.assertRaises(cushion.CannotSplit) as raised:
             step(inputs)
         self.assertIn("the result of 1 (BatchNorm1d) depends on the whole batch", str(raised.exception))
-        for advice in ("leave split= out", "evaluation", "inexact=True"):
+        for advice in ("remove split=", "evaluation", "inexact=True"):
             self.assertIn(advice, str(raised.exception))
         self.assertEqual(calls, [])
         self.assertEqual(int(normed[1].num_batches_tracked), 0)
-        # It is as the layers are set at each call.
+        # The mode of the layers is checked at each call.
         normed.eval()
         step(inputs)
         normed.train()
         with self.assertRaises(cushion.CannotSplit):
             step(inputs)
 
-    def test_many_of_them(self) -> None:
+    def test_many_layers(self) -> None:
         nn = self.torch.nn
         many = nn.Sequential(*(nn.BatchNorm1d(6) for _ in range(7)))
         self.assertIn("0 (BatchNorm1d), 1 (BatchNorm1d), 2 (BatchNorm1d) and 4 more", self.refused(many, grads=many))
-        # One that is found in two ways is one.
+        # A layer that is found in two ways counts once.
         optimizer = self.torch.optim.SGD(many.parameters(), 0.1)
         self.assertIn(" and 4 more", self.refused(many, grads=[many, optimizer]))
 
@@ -72,11 +72,11 @@ class Refusing(ExactCase):
             return loss.detach()
 
         cushion.retry(step, inputs, split=cushion.split_batch, loss="mean", grads=normed, inexact=True)
-        # Each part was normalised by itself.
+        # Each part was normalised separately.
         self.assertEqual(int(normed[1].num_batches_tracked), 2)
 
     def test_in_evaluation(self) -> None:
-        """It divides by what it has learnt, and parts are exact."""
+        """Batch norm in evaluation uses its running statistics, so parts are exact."""
         normed, inputs = self.normed(), self.torch.randn(11, 6)
         normed(inputs)
         normed.eval()
@@ -91,8 +91,8 @@ class Refusing(ExactCase):
         cushion.retry(step, inputs, split=cushion.split_batch, loss="mean", grads=normed)
         self.assert_close(self.gradients(normed), expected)
 
-    def test_put_in_training_by_the_step(self) -> None:
-        """That is found when the batch is to be cut: the whole is not wrong."""
+    def test_a_step_that_sets_training_mode(self) -> None:
+        """The mode is noticed only when the batch is split: the whole batch is exact."""
         normed, inputs = self.normed().eval(), self.torch.randn(8, 6)
 
         @cushion.retry(split=cushion.split_batch, loss="mean", grads=normed)
@@ -121,7 +121,7 @@ class Refusing(ExactCase):
         losses = ("ClipLoss", "SigLipLoss", "NTXentLoss", "NT_Xent", "SupConLoss", "InfoNCE", "BarlowTwinsLoss")
         losses += ("VICRegLoss", "MultipleNegativesRankingLoss")
         refused += [named(name)() for name in losses]
-        # A loss compares samples in evaluation, too.
+        # A loss compares samples in evaluation too.
         refused += [named(name)().eval() for name in losses]
         refused += [named("CLIPModel")(), named("InPlaceABN")()]
         for layer in refused:
@@ -135,8 +135,8 @@ class Refusing(ExactCase):
 
     # ---- where they are found ----
 
-    def test_in_what_a_step_names(self) -> None:
-        """A loss is often a module of its own, which `grads=` does not name."""
+    def test_layers_that_a_step_refers_to(self) -> None:
+        """A loss is often a separate module, which is not part of `grads=`."""
         nn = self.torch.nn
         contrastive = type("ClipLoss", (nn.Module,), {})()
         plain, normed = self.plain(), self.normed()
@@ -198,12 +198,12 @@ class Refusing(ExactCase):
         # An argument.
         self.assertIn("(ClipLoss)", self.refused(lambda inputs, loss: None, self.torch.randn(8, 6), contrastive))
         self.assertIn("(BatchNorm1d)", self.refused(normed, combine=self.torch.cat))
-        # What is there and not named is not used.
+        # An attribute whose name does not occur in the code is not used.
         for step in (trainer.harmless, lambda inputs: trainer.steps, lambda inputs: plain(inputs)):
             cushion.retry(step, self.torch.randn(8, 6), split=cushion.split_batch, combine=list)
         model = None
 
-    def test_where_there_is_nothing_to_find(self) -> None:
+    def test_steps_without_layers(self) -> None:
         def unassigned() -> Any:
             def step(inputs: Any) -> Any:
                 return later

@@ -1,5 +1,5 @@
-"""What cannot work with Cushion says so. Where the program can do without, one warning says what that means and the
-program goes on; elsewhere an error names Cushion and a way out, and leaves a program that works."""
+"""Features that do not work with Cushion. If the program can go on without the feature, one warning says so. Otherwise
+an error names Cushion and an alternative, and the program still works afterwards."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Case(TorchCase):
 
     @contextlib.contextmanager
     def warned(self, *words: str, times: int = 1) -> Iterator[None]:
-        """One warning of Cushion's, which shows this file's line and not PyTorch's or Cushion's."""
+        """Checks that there is one warning of Cushion, with a line of this file as its place."""
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             yield
-        # PyTorch has some of its own.
+        # PyTorch also warns.
         ours = [warning for warning in caught if "Cushion" in str(warning.message)]
         self.assertEqual(len(ours), times, ours)
         for warning in ours:
@@ -121,7 +121,7 @@ class Limits(Case):
                 getattr(torch._C, name)(0, (0, 1), set())
         self.works(torch)
 
-    def test_graph_trees_by_themselves(self) -> None:
+    def test_graph_trees_called_directly(self) -> None:
         torch = self.install()
         try:
             from torch._inductor import cudagraph_trees
@@ -133,13 +133,13 @@ class Limits(Case):
 
 
 class Compiling(Case):
-    """Whether a compiled function gets CUDA graphs is decided before anything of it runs. Here the last step of the
-    compiler, which needs a GPU, only notes what was decided, and the graph is run as it is."""
+    """The compiler decides whether a function gets CUDA graphs before anything runs. The last step of the compiler
+    needs a GPU: here it is replaced by a function that records the decision and runs the graph without compiling it."""
 
     policy = "paged"
 
     def compile(self, torch: Any, **asked: Any) -> list[Any]:
-        """What was decided for the forward and the backward pass."""
+        """Compiles a function. Returns the decisions for the forward and the backward pass."""
         from unittest import mock
 
         if not torch._dynamo.is_dynamo_supported():
@@ -155,7 +155,7 @@ class Compiling(Case):
         whole = compile_fx.compile_fx
 
         def outer(model: Any, inputs: Any, **given: Any) -> Any:
-            # It calls itself with what it was given.
+            # The compiler calls itself with these arguments.
             return whole(model, inputs, **{"inner_compile": inner, **given})
 
         torch._dynamo.reset()
@@ -191,7 +191,7 @@ class Compiling(Case):
         with config.patch({"triton.cudagraphs": True}), self.warned("torch.compile"):
             self.assertEqual(self.compile(torch), [(False, False)] * 2)
 
-    def test_what_asks_for_none_is_left_alone(self) -> None:
+    def test_modes_without_graphs_are_unchanged(self) -> None:
         torch = self.install()
         for asked in ({}, {"mode": "default"}, {"mode": "max-autotune-no-cudagraphs"}):
             with self.subTest(**asked):

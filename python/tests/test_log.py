@@ -1,4 +1,4 @@
-"""The logger `cushion`: shortages reach the program's own logging, and standard error where that is asked for, once."""
+"""The logger `cushion`: shortages reach the program's own logging, and standard error with `enable_logging`, once."""
 
 from __future__ import annotations
 
@@ -6,20 +6,19 @@ import contextlib
 import io
 import logging
 import sys
-import threading
 import unittest
 from typing import Any
 from unittest import mock
 
 import support
 from simulated import Simulated
-from support import GIB, MIB, TorchCase
+from support import GIB, MIB, TorchCase, in_threads
 
 SHORTAGE = "100.00 MiB for thread 1"
 
 
 class Listening(Simulated):
-    """Nobody asks for anything: no PyTorch, no `enable_logging`."""
+    """Without PyTorch and without `enable_logging`."""
 
     def setUp(self) -> None:
         super().setUp()
@@ -31,7 +30,7 @@ class Listening(Simulated):
         logging.basicConfig(**{"stream": self.root, "format": form, "force": True, **changes})
 
     def lines(self) -> list[str]:
-        """What the program's own log got since the last time."""
+        """Returns the new messages in the program's own log."""
         lines = self.root.getvalue().splitlines()
         self.root.truncate(0)
         self.root.seek(0)
@@ -45,7 +44,7 @@ class Listening(Simulated):
         self.refused()
         self.assertEqual(len(self.lines()), 1)
 
-    def test_one_that_was_survived(self) -> None:
+    def test_a_shortage_that_was_served(self) -> None:
         self.configure()
         device, held = 1, []
         held.append(self.engine.allocate(GIB, device))
@@ -54,7 +53,7 @@ class Listening(Simulated):
         (line,) = self.lines()
         self.assertRegex(line, rf"shortage 1 on device 1: {SHORTAGE}, survived by callbacks")
 
-    def test_from_when_it_is_configured_on(self) -> None:
+    def test_handlers_added_later_get_later_shortages(self) -> None:
         self.refused()
         self.configure()
         self.refused()
@@ -63,7 +62,7 @@ class Listening(Simulated):
         self.refused()
         self.assertEqual(self.lines(), [])
 
-    def test_who_does_not_want_it_gets_nothing(self) -> None:
+    def test_handlers_and_levels_that_exclude_warnings(self) -> None:
         logger = logging.getLogger("cushion")
         self.configure(level=logging.DEBUG)
         for silence, again in (
@@ -80,7 +79,7 @@ class Listening(Simulated):
             self.refused()
             self.assertEqual(len(self.lines()), 1)
 
-    def test_where_nobody_listens_nothing_is_said_or_made(self) -> None:
+    def test_without_handlers_nothing_is_written_or_parsed(self) -> None:
         from cushion import _log
 
         err = io.StringIO()
@@ -88,8 +87,8 @@ class Listening(Simulated):
             self.refused()
         self.assertEqual(err.getvalue(), "")
 
-    def test_on_a_thread_that_python_does_not_know(self) -> None:
-        """That of futures is one."""
+    def test_on_a_thread_that_python_did_not_start(self) -> None:
+        """The thread of futures is one."""
         self.configure()
         self.engine.configure("wait_ms:50")
         with self.assertRaises(MemoryError):
@@ -98,7 +97,7 @@ class Listening(Simulated):
         self.assertIn("100.00 MiB", line)
 
     def test_a_handler_that_is_short_of_memory_itself(self) -> None:
-        """Its own shortage is told within the first one's, on the same thread: nothing waits for itself."""
+        """Its own shortage is logged inside the message of the first, on the same thread, without a deadlock."""
 
         class Hungry(logging.Handler):
             depth = 0
@@ -116,7 +115,7 @@ class Listening(Simulated):
         self.assertIn("200.00 MiB", told[0])
         self.assertIn("100.00 MiB", told[1])
 
-    def test_a_handler_that_fails_ends_nothing(self) -> None:
+    def test_a_handler_that_fails_does_not_end_the_request(self) -> None:
         class Broken(logging.Handler):
             def emit(self, record: logging.LogRecord) -> None:
                 raise OSError("the disk is full")
@@ -125,7 +124,7 @@ class Listening(Simulated):
         with contextlib.redirect_stderr(io.StringIO()):
             self.refused()
 
-    def test_many_threads_that_are_short_while_others_log(self) -> None:
+    def test_shortages_on_many_threads_while_others_log(self) -> None:
         self.configure()
         logger = logging.getLogger("program")
 
@@ -135,16 +134,12 @@ class Listening(Simulated):
                     self.engine.allocate(100 * MIB)
                 logger.warning("at work")
 
-        threads = [threading.Thread(target=work) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        in_threads([work] * 4)
         lines = self.lines()
         self.assertEqual((len(lines), sum("at work" in line for line in lines)), (160, 80))
 
-    def test_at_the_end_of_python(self) -> None:
-        """Shortages while Python shuts down are refused as ever, and told until the end begins."""
+    def test_at_the_shutdown_of_python(self) -> None:
+        """Shortages while Python shuts down are refused as usual, and logged until the shutdown begins."""
         program = """
 import atexit, cushion, logging, sys
 logging.basicConfig(stream=sys.stdout, format="%(message)s")
@@ -168,12 +163,12 @@ short()
         self.assertRegex(first, "^shortage 1 on device 0: 2.00 GiB")
         self.assertRegex(second, "^shortage 2 on device 0: 2.00 GiB")
         self.assertEqual(at_exit, "OutOfMemoryError at exit")
-        # The class may be gone by then, and its base takes its place.
+        # The class may be gone by then; its base class is raised instead.
         self.assertRegex(end, "^(OutOf)?MemoryError at the very end$")
 
 
 class Asked(TorchCase):
-    """`enable_logging=True`: on standard error once, whatever the program's own logging does."""
+    """`enable_logging=True`: each message is on standard error once, whatever the program's own logging does."""
 
     policy = "paged"
 
@@ -182,7 +177,7 @@ class Asked(TorchCase):
         self.addCleanup(setattr, sys, "stderr", sys.__stderr__)
 
     def said(self, torch: Any) -> list[str]:
-        """What a shortage says on standard error."""
+        """Returns what a shortage writes to standard error."""
         self.err.truncate(0)
         self.err.seek(0)
         with self.assertRaises(torch.cuda.OutOfMemoryError):
@@ -204,7 +199,7 @@ class Asked(TorchCase):
         cushion.install(enable_logging=True)
         (line,) = self.said(torch)
         self.assertTrue(line.startswith("theirs: shortage 2"), line)
-        # Theirs does not show it any more: then ours does.
+        # The program's handler does not show warnings any more, so Cushion's does.
         logging.getLogger().handlers[0].setLevel(logging.ERROR)
         (line,) = self.said(torch)
         self.assertTrue(line.startswith("cushion: shortage 3"), line)
@@ -222,14 +217,14 @@ class Asked(TorchCase):
         self.assertRegex(shortage, "^WARNING shortage 1 on device 0")
 
     def test_beside_a_log_on_the_first_standard_error(self) -> None:
-        """Such as notebooks and progress bars put something of their own in its place, which writes there too."""
+        """Notebooks and progress bars replace sys.stderr by an object that writes to the original one."""
         torch = self.install(enable_logging=True)
         with mock.patch.object(sys, "__stderr__", io.StringIO()):
             logging.basicConfig(stream=sys.__stderr__, format="%(message)s")
             self.assertEqual(self.said(torch), [])
             self.assertEqual(sys.__stderr__.getvalue().count("shortage 1"), 1)  # type: ignore[union-attr]
 
-    def test_what_standard_error_is_at_that_moment(self) -> None:
+    def test_the_present_standard_error(self) -> None:
         torch = self.install(enable_logging=True)
         self.assertEqual(len(self.said(torch)), 1)
         before, self.err = self.err, io.StringIO()

@@ -1,4 +1,4 @@
-"""`torch.cuda`'s questions about memory: true answers, in PyTorch's form."""
+"""The memory functions of `torch.cuda`: correct results, in PyTorch's form."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def our_keys() -> list[str]:
 
 @support.needs_torch
 class Keys(unittest.TestCase):
-    def test_every_figure_of_pytorch_s_and_in_its_order(self) -> None:
+    def test_every_statistic_of_pytorch_in_its_order(self) -> None:
         theirs, ours = support.call(native_keys), support.call(our_keys)
         self.assertGreater(len(theirs), 80)
         self.assertEqual([key for key in ours if key in theirs], theirs)
@@ -66,7 +66,7 @@ class MemoryApi(TorchCase):
         self.assertEqual(figures["allocation.small_pool.allocated"], 0)
         self.assertEqual(figures["allocation.all.peak"], 1)
 
-    def test_older_names(self) -> None:
+    def test_deprecated_names(self) -> None:
         torch = self.install()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -78,7 +78,7 @@ class MemoryApi(TorchCase):
             self.assertEqual(torch.cuda.max_memory_allocated(), 0)
             torch.cuda.reset_max_memory_cached()
 
-    def test_every_way_to_name_the_device(self) -> None:
+    def test_all_forms_of_devices(self) -> None:
         torch = self.install()
         kept = torch.empty(512, dtype=torch.uint8, device="cuda")
         for device in (None, 0, "cuda", "cuda:0", torch.device("cuda:0")):
@@ -185,7 +185,7 @@ class MemoryApi(TorchCase):
             torch.empty(512, device="cuda")
             self.assertEqual(torch.cuda.memory_stats()["max_split_size"], 64 * MIB)
             set_settings("roundup_power2_divisions:4")
-            # PyTorch's own parser forgets it too.
+            # PyTorch's own parser drops it too.
             self.assertNotIn("max_split_size_mb", _cushion.conf())
             a = torch.empty(5 * MIB // 4 * 4 - 5, dtype=torch.uint8, device="cuda")
             self.assertEqual(torch.cuda.memory_stats()["requested_bytes.large_pool.current"], 5 * MIB - 5)
@@ -231,7 +231,7 @@ class MemoryApiExpandable(MemoryApi):
 
 class MemoryApiPaged(MemoryApi):
     policy = "paged"
-    # These tell PyTorch's numbers, to the byte.
+    # These expect PyTorch's sizes, to the byte.
     test_accelerator = None  # type: ignore[assignment]
     test_allocated_reserved_and_peaks = None  # type: ignore[assignment]
     test_mem_get_info = None  # type: ignore[assignment]

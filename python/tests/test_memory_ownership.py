@@ -1,4 +1,5 @@
-"""One owner for each address: `cushion.Memory` cannot be doubled, and custom_cuda_allocator frees only what it gave."""
+"""One owner for each address: `cushion.Memory` cannot be copied, and custom_cuda_allocator frees only its own
+memory."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from typing import Any
 
 import support
 from simulated import Simulated
-from support import MIB
+from support import MIB, in_threads
 
 
 class OneOwner(Simulated):
@@ -43,7 +44,7 @@ class OneOwner(Simulated):
         gc.collect()
         self.assertEqual(self.allocated(), 0)
 
-    def test_nor_that_of_a_subclass(self) -> None:
+    def test_a_subclass_cannot_be_copied_or_pickled(self) -> None:
         class Named(self.cushion.Memory):  # type: ignore[misc, name-defined]
             def __init__(self, address: int, nbytes: int, device: int, name: str) -> None:
                 super().__init__(address, nbytes, device)
@@ -52,7 +53,7 @@ class OneOwner(Simulated):
             def clone(self) -> Any:
                 return type(self)(self.address, self.nbytes, self.device, self.name)
 
-            # As a class with attributes of its own may have them.
+            # Methods that a class with its own attributes may have.
             def __getstate__(self) -> dict[str, Any]:
                 return {"name": self.name}
 
@@ -70,9 +71,9 @@ class OneOwner(Simulated):
         gc.collect()
         self.assertEqual(self.allocated(), 0)
 
-    def test_an_address_alone_makes_no_owner(self) -> None:
+    def test_memory_cannot_be_created_from_an_address(self) -> None:
         address = self.engine.allocate(MIB)
-        with self.assertRaisesRegex(TypeError, r"made by cushion\.alloc_future\(\)"):
+        with self.assertRaisesRegex(TypeError, r"created only by cushion\.alloc_future\(\)"):
             self.cushion.Memory(address, MIB, 0)
         gc.collect()
         self.assertEqual(self.allocated(), MIB)
@@ -80,37 +81,37 @@ class OneOwner(Simulated):
 
     # ---- custom_cuda_allocator ----
 
-    def test_the_door_frees_what_it_gave_and_once(self) -> None:
+    def test_deallocate_frees_only_its_own_memory_and_once(self) -> None:
         import custom_cuda_allocator as door
 
         allocator, other = door.CUDAAllocator(), door.CUDAAllocator()
         ours, memory = allocator.allocate(MIB), self.cushion.alloc_future(MIB).result(60)
         raw = self.engine.allocate(MIB)
         for address, why in (
-            (memory.address, "did not give the memory at"),
-            (raw, "did not give the memory at"),
-            (ours + 512, "no live allocation starts at"),
-            (1, "no live allocation starts at"),
-            (1 << 63, "no live allocation starts at"),
+            (memory.address, "did not return the address"),
+            (raw, "did not return the address"),
+            (ours + 512, "no live allocation .* starts at"),
+            (1, "no live allocation .* starts at"),
+            (1 << 63, "no live allocation .* starts at"),
         ):
             with self.assertRaisesRegex(ValueError, f"{why} {address:#x}\\b.*nothing is freed"):
                 allocator.deallocate(address)
         self.assertEqual(self.allocated(), 3 * MIB)
-        # There is one allocator in a process, whichever object is asked.
+        # All objects share one allocator.
         other.deallocate(ours)
         self.assertEqual(self.allocated(), 2 * MIB)
-        with self.assertRaisesRegex(ValueError, f"{ours:#x} .*given back before"):
+        with self.assertRaisesRegex(ValueError, f"{ours:#x}.*freed before"):
             allocator.deallocate(ours)
         # The address has another owner by now.
         again = self.engine.allocate(MIB)
         self.assertEqual(again, ours)
-        with self.assertRaisesRegex(ValueError, f"did not give the memory at {ours:#x}"):
+        with self.assertRaisesRegex(ValueError, f"did not return the address {ours:#x}"):
             allocator.deallocate(ours)
         self.assertEqual(self.allocated(), 3 * MIB)
         for address in (raw, again):
             self.engine.deallocate(address)
 
-    def test_of_threads_that_give_one_address_back_one_does(self) -> None:
+    def test_of_several_threads_that_free_an_address_one_succeeds(self) -> None:
         import custom_cuda_allocator as door
 
         allocator = door.CUDAAllocator()
@@ -126,15 +127,11 @@ class OneOwner(Simulated):
                 except ValueError:
                     outcomes.append("refused")
 
-            threads = [threading.Thread(target=give_back) for _ in range(4)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
+            in_threads([give_back] * 4)
             self.assertEqual(sorted(outcomes), ["freed", *["refused"] * 3])
         self.assertEqual(self.allocated(), 0)
 
-    def test_what_is_nothing_to_give_back(self) -> None:
+    def test_freeing_null(self) -> None:
         import custom_cuda_allocator as door
 
         allocator = door.CUDAAllocator()
@@ -145,7 +142,7 @@ class OneOwner(Simulated):
             with self.assertRaises(error):
                 allocator.deallocate(bad)  # type: ignore[arg-type]
 
-    def test_what_could_not_be_freed_can_be_later(self) -> None:
+    def test_a_failed_free_can_be_repeated(self) -> None:
         from unittest import mock
 
         import custom_cuda_allocator as door
@@ -160,26 +157,26 @@ class OneOwner(Simulated):
 
 
 class BesideTensors(support.TorchCase):
-    def test_a_tensor_s_memory_is_its_own(self) -> None:
+    def test_memory_of_a_tensor_cannot_be_deallocated(self) -> None:
         torch = self.install()
         import custom_cuda_allocator as door
 
         allocator = door.CUDAAllocator()
         tensor = torch.empty(MIB, dtype=torch.uint8, device="cuda")
-        with self.assertRaisesRegex(ValueError, f"did not give the memory at {tensor.data_ptr():#x}.*a tensor's"):
+        with self.assertRaisesRegex(ValueError, f"did not return the address {tensor.data_ptr():#x}.*a tensor"):
             allocator.deallocate(tensor.data_ptr())
         other = torch.empty(MIB, dtype=torch.uint8, device="cuda")
         self.assertNotEqual(tensor.data_ptr(), other.data_ptr())
         self.assertEqual(torch.cuda.memory_allocated(), 2 * MIB)
 
-    def test_a_copy_of_memory_is_refused_and_a_tensor_of_it_copied(self) -> None:
+    def test_memory_cannot_be_copied_but_its_tensor_can(self) -> None:
         torch = self.install()
         import cushion
 
         memory = cushion.alloc_future(MIB).result(60)
         with self.assertRaisesRegex(TypeError, "cannot be pickled"):
             torch.save({"memory": memory}, support.os.devnull)
-        # What the text says to do.
+        # The alternative that the message gives.
         clone = memory.tensor().clone()
         self.assertNotEqual(clone.data_ptr(), memory.address)
         del memory

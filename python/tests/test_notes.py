@@ -1,4 +1,4 @@
-"""What is noted beside allocations, stacks and texts: it stays while something refers to it, and then goes."""
+"""Stacks and texts recorded with allocations: they are kept while something refers to them, and then dropped."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from simulated import Simulated
 from support import GIB, MIB
 
-# Above this, what nobody refers to is swept, and twice what is left may come before the next time.
+# Above this number, unreferenced notes are dropped. The next sweep comes at twice the number that is left.
 MOST = 15_000
 
 
@@ -21,7 +21,7 @@ class Notes(Simulated):
         self.engine.record_memory_history("all", context, entries, True, [])
 
     def allocate_by(self, name: str, size: int = 512) -> int:
-        """Allocates in a function of that name, made for it."""
+        """Allocates in a new function of that name."""
         return self.function(name)(self.engine.allocate, size)
 
     def function(self, name: str) -> Any:
@@ -36,14 +36,14 @@ class Notes(Simulated):
         return self.engine.memory_snapshot()["device_traces"][0]
 
     def churn(self, count: int, prefix: str = "made") -> int:
-        """As many stacks as that, none of them referred to for long; returns the most that were kept."""
+        """Records `count` stacks that are soon unreferenced. Returns the largest number that was kept."""
         most = 0
         for n in range(count):
             self.engine.deallocate(self.allocate_by(f"{prefix}_{n}"))
             most = max(most, self.engine.kept_notes()[0])
         return most
 
-    def test_stacks_that_nobody_refers_to_go(self) -> None:
+    def test_unreferenced_stacks_are_dropped(self) -> None:
         self.record("alloc", 20)
         kept = {f"kept_{n}": self.allocate_by(f"kept_{n}") for n in range(50)}
         gone: list[weakref.ref[types.CodeType]] = []
@@ -65,22 +65,22 @@ class Notes(Simulated):
         live = {block["address"]: block["frames"][0]["name"] for block in blocks if block["frames"]}
         self.assertEqual(live, {address: name for name, address in kept.items()})
 
-    def test_what_is_kept_shrinks_when_recording_ends(self) -> None:
+    def test_notes_are_dropped_when_recording_ends(self) -> None:
         self.record("all", 1 << 20)
         address = self.allocate_by("last")
-        # All of them are in the history, so none may go.
+        # All of them are in the history, so none is dropped.
         self.churn(10_000)
         self.assertGreater(self.engine.kept_notes()[0], 10_000)
         self.assertEqual(len({e["frames"][0]["name"] for e in self.trace() if e["action"] == "alloc"}), 10_001)
         self.engine.record_memory_history(None, None, 0, True, [])
-        # The live one's, and that of the request that its segment was made for.
+        # The stack of the live block, and that of the request that created its segment.
         self.assertLessEqual(self.engine.kept_notes()[0], 2)
         self.assertEqual(self.name_of(address), "last")
         self.engine.deallocate(address)
         self.engine.empty_cache()
         self.assertEqual(self.engine.kept_notes(), (0, 0))
 
-    def test_texts_that_nobody_refers_to_go(self) -> None:
+    def test_unreferenced_texts_are_dropped(self) -> None:
         self.record("alloc", 10)
         self.engine.set_metadata("of the one that lives")
         lives = self.engine.allocate(512)
@@ -101,7 +101,7 @@ class Notes(Simulated):
         self.engine.empty_cache()
         self.assertEqual(self.engine.kept_notes(), (0, 0))
 
-    def test_a_request_that_waits_keeps_what_is_noted_beside_it(self) -> None:
+    def test_a_waiting_request_keeps_its_notes(self) -> None:
         self.record("state", 1)
         self.engine.set_metadata("of the one that waits")
         with self.another_holds(GIB - 2 * MIB) as let_go:
@@ -127,7 +127,7 @@ class Notes(Simulated):
         self.engine.deallocate(address)
         self.assertEqual({entry["user_metadata"] for entry in self.trace()}, {"of the one that waits"})
 
-    def test_who_reads_while_others_sweep_finds_every_stack(self) -> None:
+    def test_a_reader_finds_every_stack_while_others_sweep(self) -> None:
         self.record("alloc", 10)
         stop, failures = threading.Event(), []
 
@@ -142,7 +142,7 @@ class Notes(Simulated):
                     if self.name_of(address) != name:
                         failures.append(name)
                     self.engine.deallocate(address)
-                    # Sweeps, when the history has forgotten what the reader has just been told.
+                    # Sweeps after the history has dropped the entries that the reader has just read.
                     if n % 20 == 0:
                         self.engine.empty_cache()
             except BaseException as error:  # noqa: BLE001

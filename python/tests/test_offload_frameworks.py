@@ -1,5 +1,5 @@
-"""Offloaders with what frameworks hand out: wrapped optimizers, DTensors and other subclasses of tensors; and what they
-refuse, at once."""
+"""Offloaders with objects of frameworks: wrapped optimizers, DTensors and other tensor subclasses; and objects that
+they refuse at once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def needs(package: str) -> Any:
 
 
 def _self_copying_class() -> Any:
-    """Tensors that make of themselves what they are and how large, and ask PyTorch nothing about it."""
+    """Returns a tensor class that copies and pickles itself without PyTorch's functions."""
     import torch
 
     class Own(torch.Tensor):  # type: ignore[misc]
@@ -71,7 +71,7 @@ class Frameworks(OffloadCase):
             def update(self) -> None:
                 pass
 
-        # It puts a function of its own over the step of the optimizer.
+        # Accelerate replaces the step of the optimizer by its own function.
         optimizer = AcceleratedOptimizer(inner, scaler=Scaler())
         model.weight.grad = self.torch.zeros_like(model.weight)
         optimizer.step()
@@ -92,7 +92,7 @@ class Frameworks(OffloadCase):
 
             def training_step(self, _batch: Any, number: int) -> Any:
                 if number > 0:
-                    # There is no room for this beside weights, gradients and state.
+                    # Weights, gradients and state leave no room for this.
                     test.empty(750)
                     away.append(state.bytes_away // MIB)
                 return (self.weight * 2).sum()
@@ -103,7 +103,7 @@ class Frameworks(OffloadCase):
                 return optimizer
 
         model = Model()
-        # There is no trainer yet, and no optimizer.
+        # The trainer and the optimizer do not exist yet.
         state = self.offloader(lambda: model.optimizers())
         trainer = lightning.Trainer(
             accelerator="gpu",
@@ -116,7 +116,7 @@ class Frameworks(OffloadCase):
         )
         trainer.fit(model, torch.utils.data.DataLoader(torch.zeros(3, 1)))
         self.assertIn("Lightning", type(model.optimizers()).__name__)
-        # The whole training step runs inside of `step()`, as its closure.
+        # The whole training step runs inside `step()`, as its closure.
         self.assertEqual((away, inside), ([200, 200], [0, 0, 0]))
 
     @needs("lightning")
@@ -171,7 +171,7 @@ class Frameworks(OffloadCase):
             mover.remove()
 
         class Sharpness(torch.optim.Optimizer):  # type: ignore[misc, name-defined]
-            """An optimizer with state of its own and another inside."""
+            """An optimizer with its own state and another optimizer inside."""
 
             def __init__(self, parameters: Any) -> None:
                 super().__init__(parameters, {})
@@ -190,13 +190,13 @@ class Frameworks(OffloadCase):
     def test_an_optimizer_that_is_named_later(self) -> None:
         optimizers: list[Any] = []
         state = self.offloader(lambda: optimizers)
-        # It is not one of those.
+        # This optimizer is not named.
         self.optimizer(self.scale()).step()
         model = self.scale()
         optimizers.append(self.torch.optim.AdamW(model.parameters()))
         model.weight.grad = self.torch.zeros_like(model.weight)
         optimizers[0].step()
-        # Known by its first step, and not only by a shortage.
+        # Found at its first step, before any shortage.
         optimizers[0].step(lambda: self.assertEqual(state.away(), 64 * MIB))
         self.assertEqual(state.bytes_away, 0)
 
@@ -238,7 +238,7 @@ class Frameworks(OffloadCase):
             state.remove()
         self.assertEqual(set(used), {(torch.Tensor, 60)})
 
-    def test_a_closure_that_fails_leaves_the_state_free_to_leave(self) -> None:
+    def test_after_a_failed_closure_the_state_may_be_moved(self) -> None:
         model = self.scale()
         optimizer = self.optimizer(model)
         state = self.offloader(lambda: optimizer)
@@ -251,7 +251,7 @@ class Frameworks(OffloadCase):
             optimizer.step(closure)
         self.assertEqual(state.away(), 64 * MIB)
 
-    def test_the_state_stays_in_a_step_and_may_leave_after_one_that_failed(self) -> None:
+    def test_the_state_stays_in_a_step_and_may_be_moved_after_a_failed_one(self) -> None:
         optimizer = self.optimizer(self.scale())
         state = self.offloader(lambda: optimizer)
         handle = optimizer.register_step_post_hook(lambda *_: self.short())
@@ -303,12 +303,12 @@ class Subclasses(OffloadCase):
         optimizer.zero_grad()
         self.assertIsInstance(optimizer.state[model[0].weight]["exp_avg"], DTensor)
         state, weights = self.offloader(lambda: optimizer), self.offloader(lambda: model)
-        # Each rank has a half.
+        # Each rank holds a half.
         before = self.allocated()
         self.assertEqual(state.away(), 64 * MIB)
         self.assertEqual(self.allocated(), before - 64)
         seen: list[int] = []
-        # FSDP gathers the weights in a hook of its own, which comes after this one.
+        # FSDP gathers the weights in its own hook, which runs after this one.
         model.register_forward_pre_hook(lambda *_: seen.append(weights.bytes_away), prepend=True)
         self.assertEqual(weights.away(), 32 * MIB)
         backward()
@@ -328,7 +328,7 @@ class Subclasses(OffloadCase):
             use()
             self.assertEqual(state.bytes_away, 0)
 
-    def test_dtensors_by_themselves(self) -> None:
+    def test_dtensors_without_fsdp(self) -> None:
         torch = self.torch
         from torch.distributed.tensor import DTensor, Shard
 
@@ -359,7 +359,7 @@ class Subclasses(OffloadCase):
             pass
 
         class Named(torch.Tensor):  # type: ignore[misc, name-defined]
-            """Answers for itself."""
+            """Has its own __torch_function__."""
 
             @classmethod
             def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -380,14 +380,14 @@ class Subclasses(OffloadCase):
             self.assertEqual((mover.bytes_away, [type(tensor) for tensor in tensors]), (0, kinds))
             self.assertEqual(mover.away(), 64 * MIB)
         self.assertTrue(asked)
-        # What copies itself does so as what it is.
+        # A tensor that copies itself does so with its original class.
         mover.back()
         tensors.append(part().as_subclass(_self_copying_class()))
         for use in (copy.deepcopy, lambda tensor: pickle.loads(pickle.dumps(tensor))):
             self.assertEqual(mover.away(), 80 * MIB)
             self.assertEqual((use(tensors[3]), mover.bytes_away), (("Own", 16 * MIB), 0))
         del tensors[3]
-        # A part of one that is back while another is not: it is still away as a whole.
+        # One inner tensor is back and the other is not: the outer tensor is still guarded.
         mover.back()
         one = tensors[0]
         self.assertEqual(mover.away(at_least=1), 16 * MIB)
@@ -400,13 +400,13 @@ class Refused(OffloadCase):
     def refused(self, text: str, named: Any) -> None:
         with self.assertRaisesRegex(TypeError, text):
             self.offloader(lambda: named)
-        # Nobody is asked in a shortage.
+        # The offloader is not called in a shortage.
         kept = self.empty(100)
         self.assertEqual(self.short(), [])
         del kept
 
     def hollow(self) -> Any:
-        """A tensor whose memory nobody can find."""
+        """Returns a tensor whose memory cannot be found."""
         torch = self.torch
 
         class Hollow(torch.Tensor):  # type: ignore[misc, name-defined]
@@ -422,7 +422,7 @@ class Refused(OffloadCase):
 
         return Hollow(torch.zeros(MIB, device="cuda"))
 
-    def test_what_is_refused_is_refused_at_once(self) -> None:
+    def test_objects_that_cannot_be_moved_are_refused_at_once(self) -> None:
         torch = self.torch
         from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -441,18 +441,18 @@ class Refused(OffloadCase):
             ("names no tensors", [model, {"deep": object()}]),
             ("names no tensors", scheduler),
             ("names no tensors", torch.zeros(3).numpy()),
-            ("Hollow cannot leave the GPU: .*invalid python storage", self.hollow()),
-            ("Hollow cannot leave the GPU", {"of a mapping": [self.hollow()]}),
-            ("Hollow cannot leave the GPU", torch.optim.SGD([torch.nn.Parameter(self.hollow())])),
-            ("FakeTensor cannot leave the GPU: it has no memory", fake),
-            ("Step is no torch.optim.Optimizer and holds none", Step()),
+            ("Hollow cannot be moved to the host: .*invalid python storage", self.hollow()),
+            ("Hollow cannot be moved to the host", {"of a mapping": [self.hollow()]}),
+            ("Hollow cannot be moved to the host", torch.optim.SGD([torch.nn.Parameter(self.hollow())])),
+            ("FakeTensor cannot be moved to the host: it has no memory", fake),
+            ("Step is not a torch.optim.Optimizer and holds none", Step()),
             ("is a ScriptModule", torch.jit.script(torch.nn.PReLU(device="cuda"))),
             ("is a ScriptModule", torch.nn.Sequential(torch.jit.script(torch.nn.PReLU(device="cuda")))),
         ):
             with self.subTest(text):
                 self.refused(text, named)
 
-    def test_one_that_is_refused_leaves_nothing_behind(self) -> None:
+    def test_a_refused_offloader_leaves_no_hooks(self) -> None:
         optimizer = self.optimizer(self.scale())
         with self.assertRaises(TypeError):
             self.offloader(lambda: [optimizer, object()])
@@ -463,7 +463,7 @@ class Refused(OffloadCase):
         async def later() -> Any: ...
 
         for text, function in (
-            ("is no function", 5),
+            ("is not callable", 5),
             (
                 "is called with no arguments when memory runs out: missing a required argument: 'device'",
                 lambda device: 1,
@@ -479,7 +479,7 @@ class Refused(OffloadCase):
         with self.assertRaisesRegex(ValueError, "of its own"):
             self.offloader(broken)
 
-    def test_what_is_not_there_yet_is_looked_at_later(self) -> None:
+    def test_objects_that_do_not_exist_yet_are_found_later(self) -> None:
         names: dict[str, Any] = {}
         missing = [
             lambda: names["model"],
@@ -495,19 +495,19 @@ class Refused(OffloadCase):
         model(self.torch.zeros(32 * MIB // 4, device="cuda"))
         self.assertEqual(sum(mover.bytes_away for mover in movers), 0)
 
-    def test_what_comes_later_and_cannot_leave_stays_and_is_told(self) -> None:
+    def test_later_objects_that_cannot_be_moved_stay_with_a_warning(self) -> None:
         optimizer = self.optimizer(self.scale())
         state = self.offloader(lambda: optimizer)
         (parameter,) = optimizer.param_groups[0]["params"]
         optimizer.state[parameter]["other"] = self.hollow()
-        # At the first step, before memory runs out.
+        # At the first step, before a shortage.
         with self.assertLogs("cushion", "WARNING") as logs:
             optimizer.step()
-        self.assertRegex(logs.output[0], "offloader .*Hollow cannot leave the GPU")
+        self.assertRegex(logs.output[0], "offloader .*Hollow cannot be moved to the host")
         (said,) = self.short()
-        self.assertRegex(said, "moved 2 tensors, 64.00 MiB, to the host; left what cannot leave: .*Hollow")
+        self.assertRegex(said, "moved 2 tensors, 64.00 MiB, to the host; not all could be moved: .*Hollow")
         state.back()
-        with self.assertRaisesRegex(TypeError, "Hollow cannot leave the GPU"):
+        with self.assertRaisesRegex(TypeError, "Hollow cannot be moved to the host"):
             state.away()
 
 

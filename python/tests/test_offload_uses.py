@@ -1,4 +1,4 @@
-"""Every way to use what an offloader has moved away: it comes back first, and nothing of it is left."""
+"""All uses of tensors that an offloader has moved to the host: they come back first, and all guards are removed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from support import MIB, Standin
 
 
 class Uses(OffloadCase):
-    """Every way to use what is away."""
+    """All uses of tensors that are away."""
 
     def check_nothing_left(self, model: Any) -> None:
         torch = self.torch
@@ -76,7 +76,7 @@ class Uses(OffloadCase):
         yield "comparison", lambda: torch.equal(second.mean, second.mean)
         yield "a call with other parameters", lambda: torch.func.functional_call(model, dict(kept), (x,))
 
-    def test_everything_that_reads_or_writes_brings_back_first(self) -> None:
+    def test_reads_and_writes_bring_tensors_back_first(self) -> None:
         model = self.model()
         weights = self.offloader(lambda: model)
         for name, use in self.uses(model):
@@ -87,7 +87,7 @@ class Uses(OffloadCase):
                 self.assertNotEqual(model[0].weight.data_ptr(), 0)
                 self.check_nothing_left(model)
 
-    def test_what_asks_for_no_numbers_leaves_them_away(self) -> None:
+    def test_attributes_outside_the_memory_do_not_bring_tensors_back(self) -> None:
         torch = self.torch
         model = self.model()
         optimizer = torch.optim.SGD(model.parameters())
@@ -130,10 +130,10 @@ class Uses(OffloadCase):
         self.check_nothing_left(model)
         self.assertEqual(weights.away(), 0)
 
-    def test_copies_have_everything_and_know_nothing_of_it(self) -> None:
+    def test_copies_have_all_data_and_no_guards(self) -> None:
         torch = self.torch
         model = self.model()
-        # Two that name the same: each has moved a part of it.
+        # Two offloaders that name the same module: each has moved a part.
         first = self.offloader(lambda: model[0])
         weights = self.offloader(lambda: model)
 
@@ -154,7 +154,7 @@ class Uses(OffloadCase):
         away()
         shallow = copy.copy(model)
         self.assertEqual(list(shallow._forward_pre_hooks), [])
-        # A shallow one has the same tensors, and they know it.
+        # A shallow copy shares the tensors, which are guarded.
         first.back()
         away()
         shallow[0].weight + 1
@@ -192,7 +192,7 @@ class Uses(OffloadCase):
         self.assertEqual(len(optimizer._optimizer_step_pre_hooks), 0)
         self.assertEqual(state.bytes_away, 0)
 
-    def test_what_a_call_works_on_does_not_leave_in_the_middle(self) -> None:
+    def test_tensors_of_a_running_call_are_not_moved(self) -> None:
         torch, test = self.torch, self
         model = self.model()
         other = self.scale()
@@ -222,21 +222,21 @@ class Uses(OffloadCase):
                 del said[:]
                 idle.back()
                 use()
-                # Those of no use to it do.
+                # Tensors that the call does not use are moved.
                 self.assertEqual(sorted(said[0]), ["its tensors are in use", "moved 1 tensors, 32.00 MiB, to the host"])
                 self.assertEqual(weights.bytes_away, 0)
                 del model[2:]
         self.torch.cuda.empty_cache()
-        # A copy that does not fit, of what is named: it is not taken from under the copy.
+        # A copy of a named module that does not fit: the module is not moved during the copy.
         large = self.scale(600)
         mover = self.offloader(lambda: large)
         with self.assertRaises(torch.cuda.OutOfMemoryError):
             copy.deepcopy(large)
         self.assertIn("its tensors are in use", self.said())
-        # And afterwards nothing is.
+        # Afterwards nothing is in use.
         self.assertGreaterEqual(mover.away(), 600 * MIB)
 
-    def test_where_there_is_no_room_it_says_so_and_nothing_is_lost(self) -> None:
+    def test_without_room_to_return_it_raises_and_loses_nothing(self) -> None:
         torch = self.torch
         model = self.scale(100)
         weights = self.offloader(lambda: model)
@@ -258,21 +258,21 @@ class Uses(OffloadCase):
         del kept
         self.assertEqual(model.weight.data_ptr() != 0, weights.bytes_away == 0)
 
-    def test_what_did_not_come_back_whole_does_not_leave_as_it_is(self) -> None:
-        from cushion import _offload
+    def test_a_failed_return_is_not_overwritten_by_the_next_move(self) -> None:
+        from cushion import _offload_moves
 
         tensor = self.empty(10)
         mover = self.offloader(lambda: tensor)
         mover.away()
-        with mock.patch.object(_offload, "_bytes_of", side_effect=RuntimeError("the copy failed")):
+        with mock.patch.object(_offload_moves, "_bytes_of", side_effect=RuntimeError("the copy failed")):
             with self.assertRaisesRegex(RuntimeError, "the copy failed"):
                 mover.back()
-        # It has memory again, and its numbers are on the host alone.
+        # The tensor has memory again, but its contents are only on the host.
         self.assertEqual((mover.away(), mover.bytes_away), (0, 10 * MIB))
         tensor + 1
         self.assertEqual((mover.bytes_away, mover.away()), (0, 10 * MIB))
 
-    def test_in_a_capture_they_cannot_come_back(self) -> None:
+    def test_tensors_cannot_come_back_in_a_capture(self) -> None:
         torch = self.torch
         tensor = self.empty(10)
         mover = self.offloader(lambda: tensor)
@@ -291,7 +291,7 @@ class Uses(OffloadCase):
         tensor + 1
         self.assertEqual(mover.bytes_away, 0)
 
-    def test_where_tensors_are_made_on_the_gpu_by_default(self) -> None:
+    def test_with_the_gpu_as_the_default_device(self) -> None:
         tensor = self.empty(10)
         mover = self.offloader(lambda: tensor)
         with self.torch.device("cuda"):
@@ -328,9 +328,9 @@ class Uses(OffloadCase):
                     call()
                     self.assertEqual(mover.bytes_away, 0)
                 mover.remove()
-                # It compiles as it does without.
+                # It compiles as often as without an offloader.
                 self.assertEqual(len(graphs), count)
-            # What an optimizer is given is nothing to a compiled step.
+            # The hooks on an optimizer do not affect a compiled step.
             mover = self.offloader(lambda: optimizer)
             hooks = [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
             self.assertEqual(len(hooks), 2)

@@ -1,4 +1,4 @@
-"""Memory that runs out: what is raised, what it says, who is told, and that the program goes on."""
+"""Out of memory: the exception, its message, the observers, and that the program continues."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import re
 import threading
 import unittest
 
-from support import GIB, MIB, Standin, TorchCase, process
+from support import GIB, MIB, Standin, TorchCase, in_threads, process
 
-# PyTorch's own words, up to where Cushion's begin.
+# PyTorch's own message, up to the first sentence of Cushion.
 FORM = re.compile(
     r"CUDA out of memory\. Tried to allocate (?P<wanted>[\d.]+ \w+)\. "
     r"GPU (?P<gpu>\d+) has a total capacity of (?P<total>[\d.]+ \w+) of which (?P<free>[\d.]+ \w+) is free\. "
@@ -37,7 +37,7 @@ class OutOfMemory(TorchCase):
         assert match is not None
         return match
 
-    def test_what_it_says(self) -> None:
+    def test_the_message(self) -> None:
         torch = self.install()
         kept = torch.empty(300 * MIB, dtype=torch.uint8, device="cuda")
         cached = torch.empty(100 * MIB, dtype=torch.uint8, device="cuda")
@@ -45,13 +45,13 @@ class OutOfMemory(TorchCase):
         said = self.refused(torch, 400 * MIB)
         self.assertEqual(said["wanted"], "400.00 MiB")
         self.assertEqual((said["gpu"], said["total"]), ("0", "512.00 MiB"))
-        # What was cached would not have been enough, and is not given back in vain.
+        # The cached memory would not be enough, so it is not released.
         self.assertEqual(said["free"], "112.00 MiB")
         self.assertEqual((said["allocated"], said["cached"]), ("300.00 MiB", "100.00 MiB"))
         self.assertIsNone(said["allowed"])
         del kept
 
-    def test_is_pytorch_s_own_error(self) -> None:
+    def test_it_is_the_error_of_pytorch(self) -> None:
         torch = self.install()
         with self.assertRaises(RuntimeError) as raised:
             torch.empty(GIB, dtype=torch.uint8, device="cuda")
@@ -64,7 +64,7 @@ class OutOfMemory(TorchCase):
         for wanted, text in ((GIB, "1024.00 MiB"), (GIB + 2 * MIB, "1.00 GiB"), (3 * GIB // 2, "1.50 GiB")):
             self.assertEqual(self.refused(torch, wanted)["wanted"], text)
 
-    def test_more_than_there_can_be(self) -> None:
+    def test_a_request_of_an_exbibyte(self) -> None:
         torch = self.install()
         for size in (1 << 60, (1 << 63) - 1):
             with self.subTest(size), self.assertRaises(torch.cuda.OutOfMemoryError) as raised:
@@ -78,7 +78,7 @@ class OutOfMemory(TorchCase):
             self.assertEqual(torch.cuda.memory_stats()["num_ooms"], count)
         self.assertEqual(torch.cuda.memory_allocated(), 0)
 
-    def test_goes_on_after(self) -> None:
+    def test_the_program_continues(self) -> None:
         torch = self.install()
         kept = torch.empty(200 * MIB, dtype=torch.uint8, device="cuda")
         for _ in range(3):
@@ -89,7 +89,7 @@ class OutOfMemory(TorchCase):
         self.assertEqual(torch.cuda.memory_allocated(), 500 * MIB)
         del kept
 
-    def test_another_program_s_memory(self) -> None:
+    def test_memory_of_another_program(self) -> None:
         torch = self.install()
         standin = Standin()
         standin.tenant(400 * MIB)
@@ -97,14 +97,14 @@ class OutOfMemory(TorchCase):
         standin.tenant(0)
         torch.empty(200 * MIB, dtype=torch.uint8, device="cuda")
 
-    def test_memory_that_other_streams_still_use_is_waited_for(self) -> None:
+    def test_pending_memory_is_waited_for(self) -> None:
         torch = self.install()
         standin, side = Standin(), torch.cuda.Stream()
         kept = torch.empty(400 * MIB, dtype=torch.uint8, device="cuda")
         standin.launch(side.cuda_stream)
         kept.record_stream(side)
         del kept
-        # The work ends while the allocation waits: it looks again, and gives up Python's lock meanwhile.
+        # The work ends while the allocation waits. The allocation has released Python's lock.
         done = threading.Timer(0.05, standin.finish_all)
         done.start()
         torch.empty(400 * MIB, dtype=torch.uint8, device="cuda")
@@ -146,7 +146,7 @@ class OutOfMemory(TorchCase):
         self.refused(torch, 600 * MIB)
         self.assertEqual(len(depth), 3)
 
-    def test_the_logger_is_told(self) -> None:
+    def test_the_logger_gets_it(self) -> None:
         torch = self.install()
         with self.assertLogs("cushion", "WARNING") as logs:
             self.refused(torch, 600 * MIB)
@@ -160,7 +160,7 @@ class OutOfMemory(TorchCase):
         (entry,) = [e for e in torch.cuda.memory._snapshot()["device_traces"][0] if e["action"] == "oom"]
         self.assertEqual((entry["size"], entry["device_free"]), (600 * MIB, 512 * MIB))
 
-    def test_three_hundred_times_without_growing(self) -> None:
+    def test_three_hundred_refusals_do_not_leak(self) -> None:
         torch = self.install()
         import gc
         import logging
@@ -198,7 +198,7 @@ class OutOfMemory(TorchCase):
         del kept
         torch.empty(400 * MIB, dtype=torch.uint8, device="cuda")
 
-    def test_a_driver_that_fails_otherwise_is_no_shortage(self) -> None:
+    def test_another_failure_of_the_driver_is_not_out_of_memory(self) -> None:
         torch = self.install()
         torch.empty(MIB, device="cuda")
         Standin().fail(1, Standin.UNKNOWN)
@@ -227,11 +227,7 @@ class OutOfMemory(TorchCase):
             except BaseException as error:  # noqa: BLE001
                 errors.append(error)
 
-        threads = [threading.Thread(target=work) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        in_threads([work] * 4)
         self.assertEqual(errors, [])
         self.assertEqual(torch.cuda.memory_allocated(), 0)
 

@@ -1,4 +1,4 @@
-"""What the package is made of: its names, its stubs, and what importing it does not do."""
+"""The package: its names, its stubs, and what importing it must not do."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ STUBS = Path(cushion.__file__).with_name("_cushion.pyi")
 
 
 def parameters(function: ast.FunctionDef) -> list[tuple[str, bool]]:
-    """The names of a stub's parameters, and whether each has a default."""
+    """Returns the names of a stub's parameters, and whether each has a default."""
     arguments = function.args.posonlyargs + function.args.args
     without = len(arguments) - len(function.args.defaults)
     return [(argument.arg, at >= without) for at, argument in enumerate(arguments)]
 
 
 class Names(unittest.TestCase):
-    def test_the_package_has_what_it_says(self) -> None:
+    def test_the_package_has_all_names_in_its_all(self) -> None:
         for name in cushion.__all__:
             self.assertTrue(hasattr(cushion, name), name)
         expected = """CannotSplit InstallError Memory Offloader OutOfMemoryError RankError Receipt SplitBatch
@@ -47,7 +47,7 @@ class Stubs(unittest.TestCase):
     def setUp(self) -> None:
         self.tree = ast.parse(STUBS.read_text())
 
-    def test_names_are_those_of_the_module(self) -> None:
+    def test_stubs_have_the_names_of_the_module(self) -> None:
         stubbed = set()
         for node in self.tree.body:
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
@@ -57,7 +57,7 @@ class Stubs(unittest.TestCase):
         there = {name for name in dir(_cushion) if not name.startswith("__")} | {"__version__"}
         self.assertEqual(stubbed, there)
 
-    def test_signatures_are_those_of_the_module(self) -> None:
+    def test_stubs_have_the_signatures_of_the_module(self) -> None:
         for node in self.tree.body:
             if isinstance(node, ast.FunctionDef):
                 with self.subTest(node.name):
@@ -68,7 +68,7 @@ class Stubs(unittest.TestCase):
                     ]
                     self.assertEqual(parameters(node), real)
 
-    def test_classes_have_what_their_stubs_have(self) -> None:
+    def test_classes_have_the_attributes_of_their_stubs(self) -> None:
         for node in self.tree.body:
             if isinstance(node, ast.ClassDef):
                 stubbed = {inner.name for inner in node.body if isinstance(inner, ast.FunctionDef)}

@@ -10,15 +10,15 @@ import support
 from support import GIB, MIB, Standin
 
 STEPS = 400
-# A program never has more than this live, so that neither allocator runs out: what happens then is not the
-# same, and is tested elsewhere.
+# The most bytes that a program has live, so that neither allocator runs out of memory: what happens then differs, and
+# is tested elsewhere.
 MOST_LIVE = 2 * GIB
 
 
-# The oldest version of PyTorch whose every figure is compared. In 2.3 expandable segments count their pieces
-# otherwise, and lists of divisions begin at other sizes; Cushion does as the later ones do.
+# The oldest version of PyTorch whose statistics are all compared. In 2.3 expandable segments are counted differently,
+# and lists of divisions begin at other sizes; Cushion does as later versions do.
 FOLLOWED = (2, 11)
-# What is compared after each step, so that a difference is found where it begins.
+# Statistics that are compared after each step, so that a difference is found where it begins.
 COURSE = (
     ("allocated_bytes", "current"),
     ("active_bytes", "current"),
@@ -30,12 +30,12 @@ COURSE = (
 
 
 def _size(dice: random.Random) -> int:
-    """From one byte to hundreds of MiB, each magnitude as likely as the next."""
+    """Returns a random size from one byte to hundreds of MiB, uniform in its logarithm."""
     return int(2 ** dice.uniform(0, 28.5))
 
 
 def program(seed: int, cushion_settings: dict[str, Any] | None, fraction: float | None) -> dict[str, Any]:
-    """Runs a random program; with settings, under Cushion. Returns what PyTorch tells of it."""
+    """Runs a random program; with settings, under Cushion. Returns PyTorch's statistics of it."""
     import torch
 
     if cushion_settings is not None:
@@ -46,9 +46,9 @@ def program(seed: int, cushion_settings: dict[str, Any] | None, fraction: float 
         torch.cuda.set_per_process_memory_fraction(fraction)
     dice = random.Random(seed)
     standin = Standin()
-    # Expandable segments call the driver first of all, and the stand-in wants a context by then.
+    # The first call of expandable segments needs a context of the stand-in.
     torch.cuda.synchronize()
-    # Cushion makes the allocator of a device at its first use, and an empty_cache() before counts nowhere.
+    # Cushion creates the allocator of a device at its first use; an empty_cache() before is not counted.
     torch.empty(1, device="cuda")
     streams = [torch.cuda.default_stream(), torch.cuda.Stream(), torch.cuda.Stream()]
     live: list[Any] = []
@@ -75,8 +75,8 @@ def program(seed: int, cushion_settings: dict[str, Any] | None, fraction: float 
         elif choice < 0.95:
             standin.finish(dice.choice(streams[1:]).cuda_stream)
         elif choice < 0.97:
-            # Before pages are unmapped Cushion waits for the device, and PyTorch for one stream: with work left
-            # on the others, their blocks come back at different times.
+            # Before pages are unmapped Cushion waits for the device, and PyTorch for one stream. With pending work on
+            # other streams, their blocks would become free at different times.
             standin.finish_all()
             torch.cuda.empty_cache()
         elif choice < 0.98:
@@ -105,13 +105,13 @@ def program(seed: int, cushion_settings: dict[str, Any] | None, fraction: float 
 
 
 def _relative(segments: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Segments in the order of their addresses, with each block at its distance from the start."""
+    """Returns the segments in the order of their addresses, with the offset of each block."""
     result = []
     for segment in sorted(segments, key=lambda segment: segment["address"]):
         blocks = []
         at = segment["address"]
         for block in segment["blocks"]:
-            # Of a block that is free PyTorch tells what was last requested of some part of it.
+            # For a free block, PyTorch reports the last request in some part of it.
             requested = None if block["state"] == "inactive" else block.get("requested_size")
             blocks.append([at - segment["address"], block["size"], requested, block["state"]])
             at += block["size"]
@@ -130,7 +130,7 @@ class Parity(unittest.TestCase):
     conf = ""
     policy = "segments"
     changes: dict[str, str | None] = {"STANDIN_CAPACITY": str(16 * GIB), "STANDIN_LENIENT": "1"}
-    # With handles for other processes PyTorch asks NVML for the fabric between GPUs, and there is none here.
+    # Without this, PyTorch asks NVML for the fabric between GPUs, and the stand-ins have no NVML.
     changes["TORCH_CUDA_EXPANDABLE_SEGMENTS_IPC"] = "0"
     maxDiff = 4000
 
@@ -160,7 +160,7 @@ class Parity(unittest.TestCase):
         for seed in range(1, 5):
             with self.subTest(seed=seed):
                 native = self.compare(seed)
-                # The program did what it is for.
+                # The program covered these cases.
                 self.assertGreater(native["given_back"], 0)
                 self.assertGreater(len(native["segments"]), 2)
 

@@ -1,4 +1,4 @@
-"""`cushion.split_batch` by itself: which arguments it cuts, and which it refuses as they can be read in two ways."""
+"""`cushion.split_batch`: which arguments it splits, and which it refuses because they could be split in two ways."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import cushion
 
 
 class Shaped:
-    """A tensor of any shape: slices of it are as long as slices are."""
+    """A tensor of any shape. Slices have the right shape and no data."""
 
     def __init__(self, *shape: int) -> None:
         self.shape = shape
@@ -35,7 +35,7 @@ class Batch:
 
 
 class Immutable(Mapping[str, Any]):
-    """A mapping that is made from a dict, and changes no more."""
+    """A mapping that is created from a dict, and cannot be changed."""
 
     def __init__(self, values: dict[str, Any]) -> None:
         self._values = dict(values)
@@ -51,14 +51,14 @@ class Immutable(Mapping[str, Any]):
 
 
 class Unlike(Immutable):
-    """One that is made in some other way."""
+    """A mapping that cannot be created from a dict."""
 
     def __init__(self) -> None:
         super().__init__({"inputs": Shaped(8, 2)})
 
 
 class ModelOutput(OrderedDict[str, Any]):
-    """As models of Hugging Face return them, and take them."""
+    """A mapping like the outputs of Hugging Face models, without update()."""
 
     def update(self, *_: Any, **__: Any) -> None:
         raise RuntimeError("You cannot use `update` on a ModelOutput instance.")
@@ -66,7 +66,7 @@ class ModelOutput(OrderedDict[str, Any]):
 
 class Cutting(unittest.TestCase):
     def lengths(self, take: Callable[[Any], Any], *arguments: Any, split: Any = cushion.split_batch) -> list[int]:
-        """The rows of something in each of 3 parts."""
+        """Returns the number of rows in each of 3 parts."""
         return [take(args).shape[0] for args, _ in split(3, *arguments)]
 
     def test_containers(self) -> None:
@@ -92,7 +92,7 @@ class Cutting(unittest.TestCase):
                 self.assertEqual({type(it) for it in parts}, {type(batch)})
                 self.assertEqual({it.name for it in parts}, {"batch"})
 
-    def test_deep_inside(self) -> None:
+    def test_nested_containers(self) -> None:
         batch = {"more": [(Batch(types.MappingProxyType({"inputs": (Shaped(8, 2),)})),)]}
         self.assertEqual(self.lengths(lambda args: args[0]["more"][0][0].inputs["inputs"][0], batch), [2, 3, 3])
 
@@ -103,7 +103,7 @@ class Cutting(unittest.TestCase):
         self.assertEqual(self.lengths(lambda args: args[0][1], [Shaped(8, 2), Shaped(8)]), [2, 3, 3])
         self.assertEqual(self.lengths(lambda args: args[0][0], [Shaped(8, 2), "names", 3]), [2, 3, 3])
 
-    def test_what_cannot_be_made_again(self) -> None:
+    def test_a_mapping_that_cannot_be_created_from_a_dict(self) -> None:
         with self.assertRaisesRegex(cushion.CannotSplit, "a Unlike cannot be made from a dict"):
             cushion.split_batch(2, Unlike())
 
@@ -120,7 +120,7 @@ class Samples(unittest.TestCase):
         self.assertIn("split=cushion.split_batch.samples", text)
         self.refused([Shaped(3, 32, 32), Shaped(3, 32, 32)])
         self.refused([Shaped(1, 28, 28)] * 4, [Shaped(5)] * 4)
-        # As tuples(zip(*samples)) gives them.
+        # The result of tuple(zip(*samples)).
         self.assertIn("a tuple of 2 tensors", self.refused((Shaped(3, 32, 32), Shaped(3, 40, 40))))
 
     def test_a_list_of_samples_of_any_shape(self) -> None:
@@ -147,8 +147,8 @@ class Samples(unittest.TestCase):
         self.assertIn('or .rows("images") for the tensors of one batch', str(raised.exception))
         self.assertEqual(calls, [])
 
-    def test_what_belongs_to_the_rows_after_all(self) -> None:
-        # Three rows of three dimensions look like images.
+    def test_rows_of_tensors_that_look_like_images(self) -> None:
+        # Tensors of three dimensions with three rows look like images.
         batch = [Shaped(3, 7, 5), Shaped(3, 7, 2)]
         self.refused(batch)
         parts = cushion.split_batch.rows("batch").named(["batch"])(3, batch)
@@ -163,11 +163,11 @@ class Samples(unittest.TestCase):
         parts = split(2, images, targets, Shaped(5, 7), ["a", "b"], Shaped(3))
         self.assertEqual([args[0] for args, _ in parts], [images[:2], images[2:]])
         self.assertEqual([args[1] for args, _ in parts], [targets[:2], targets[2:]])
-        # A tensor with a row for each sample is cut, too; all else is whole.
+        # A tensor with a row for each sample is split too; all other arguments are whole.
         self.assertEqual([args[2].shape for args, _ in parts], [(2, 7), (3, 7)])
         self.assertEqual([args[3] for args, _ in parts], [["a", "b"]] * 2)
         self.assertEqual([args[4].shape for args, _ in parts], [(3,), (3,)])
-        # The lists may be in a batch of their own.
+        # The lists may be in a dict.
         parts = split(5, {"images": images, "targets": targets})
         self.assertEqual([args[0]["images"] for args, _ in parts], [[image] for image in images])
         self.assertIn("no argument is a list of samples", self.refused(Shaped(8, 2), split=split))
@@ -177,7 +177,7 @@ class Samples(unittest.TestCase):
             pass
 
         text = self.refused(PackedSequence(Shaped(20, 4), Shaped(7)))
-        self.assertIn("give split= a function of your own", text)
+        self.assertIn("write your own function for split=", text)
 
 
 class Masks(unittest.TestCase):
@@ -187,13 +187,13 @@ class Masks(unittest.TestCase):
         return str(raised.exception)
 
     def test_a_mask_over_positions(self) -> None:
-        """As many positions as rows: the mask could be rows of the batch."""
+        """With as many positions as rows, the mask could be rows of the batch."""
         text = self.refused(cushion.split_batch, Shaped(8, 8, 4), mask=Shaped(8, 8))
         self.assertIn("`mask` has the shape (8, 8)", text)
         self.assertIn('.rows("mask") or .whole("mask")', text)
-        # Also where the batch has the same shape, by its name.
+        # Also if the batch has the same shape: the name contains "mask".
         self.refused(cushion.split_batch, Shaped(8, 8), causal_mask=Shaped(8, 8))
-        # The name of a parameter is that of an argument by position, and so is a key.
+        # Positional arguments have the names of the parameters, and values of a mapping those of their keys.
         by_position = cushion.split_batch.named(["inputs", "mask"])
         self.assertIn("`mask`", self.refused(by_position, Shaped(8, 8, 4), Shaped(8, 8)))
         self.assertIn("`mask`", self.refused(cushion.split_batch, {"inputs": Shaped(8, 8, 4), "mask": Shaped(8, 8)}))
@@ -209,11 +209,11 @@ class Masks(unittest.TestCase):
                 [args[0].more for args, _ in split.whole("more")(2, Batch(Shaped(8, 8, 4), more=Shaped(8, 8)))],
             )[: 3 if length == 4 else 4]:
                 self.assertEqual([it.shape for it in parts], [(length, 8)] * 2)
-        # What is whole says nothing about how long the batch is.
+        # A whole argument does not give the length of the batch.
         parts = cushion.split_batch.whole("mask").named(["mask", "inputs"])(2, Shaped(5, 5), Shaped(8, 2))
         self.assertEqual([args[1].shape for args, _ in parts], [(4, 2)] * 2)
 
-    def test_what_is_surely_no_mask(self) -> None:
+    def test_tensors_that_cannot_be_masks(self) -> None:
         parts = cushion.split_batch(2, inputs=Shaped(8, 8), targets=Shaped(8, 8), labels=Shaped(8), mask=Shaped(8, 9))
         for _, named in parts:
             self.assertEqual({it.shape[0] for it in named.values()}, {4})
@@ -221,15 +221,15 @@ class Masks(unittest.TestCase):
         parts = cushion.split_batch(2, Shaped(8, 6, 4), mask=Shaped(6, 6))
         self.assertEqual([named["mask"].shape for _, named in parts], [(6, 6)] * 2)
 
-    def test_options_go_together(self) -> None:
+    def test_options_can_be_combined(self) -> None:
         split = cushion.split_batch.along(1).whole("state").rows("targets")
         parts = split(2, inputs=Shaped(5, 8, 2), state=Shaped(5, 8), targets=Shaped(8, 8))
         self.assertEqual([it["inputs"].shape for _, it in parts], [(5, 4, 2)] * 2)
         self.assertEqual([it["state"].shape for _, it in parts], [(5, 8)] * 2)
         self.assertEqual([it["targets"].shape for _, it in parts], [(8, 4)] * 2)
 
-    def test_an_owner_is_not_part_of_the_batch(self) -> None:
-        """Not even one with a shape of its own."""
+    def test_self_is_not_part_of_the_batch(self) -> None:
+        """Not even if it has a shape."""
 
         class Image(Rows):
             @cushion.retry(split=cushion.split_batch, combine=list)
@@ -240,8 +240,8 @@ class Masks(unittest.TestCase):
 
         self.assertEqual(Image(range(4)).step(Rows(range(4))), [(4, 2), (4, 2)])
 
-    def test_what_turns_up_in_a_shortage_is_said_by_the_error(self) -> None:
-        """The first call was fine; a later one has as many positions as rows."""
+    def test_an_ambiguous_batch_in_a_shortage_is_named_in_the_error(self) -> None:
+        """The first call can be split; a later one has as many positions as rows."""
 
         @cushion.retry(split=cushion.split_batch, combine=list)
         def step(inputs: Any, mask: Any) -> Any:
@@ -266,10 +266,10 @@ class Tensors(ExactCase):
         self.assertEqual(numpy.concatenate([args[1]["array"] for args, _ in parts]).tolist(), array.tolist())
         for args, _ in parts:
             self.assertIs(args[1]["mask"], mask)
-            # A view, and no copy.
+            # A view, not a copy.
             self.assertEqual(args[0].untyped_storage().data_ptr(), inputs.untyped_storage().data_ptr())
 
-    def test_a_packed_sequence_of_pytorch_s(self) -> None:
+    def test_a_packed_sequence_of_pytorch(self) -> None:
         packed = self.torch.nn.utils.rnn.pack_sequence([self.torch.randn(5, 3), self.torch.randn(2, 3)])
         with self.assertRaisesRegex(cushion.CannotSplit, "PackedSequence"):
             cushion.split_batch(2, packed)

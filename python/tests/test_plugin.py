@@ -12,7 +12,7 @@ import threading
 import unittest
 
 import support
-from support import GIB, MIB, Standin, StandinCase, process
+from support import GIB, MIB, Standin, StandinCase, fork_while, process
 
 WORD = ctypes.c_uint64
 
@@ -90,7 +90,7 @@ class Basics(StandinCase):
         plugin.reset()
         self.assertEqual((plugin.reserved(), Standin().held()), (0, 0))
 
-    def test_nothing_is_made_before_the_first_use(self) -> None:
+    def test_no_device_is_created_before_its_first_use(self) -> None:
         self.plugin.init(4)
         standin = Standin()
         self.assertEqual(standin.library.standin_contexts(), 0)
@@ -117,7 +117,7 @@ class Basics(StandinCase):
         plugin.free(ours)
         self.assertEqual((plugin.live(), plugin.stat("allocation.all.freed")), (0, 1))
 
-    def test_devices_that_are_not_there(self) -> None:
+    def test_devices_that_do_not_exist(self) -> None:
         plugin = self.plugin
         ours = plugin.alloc(4096)
         for device in (1, 127, 128, -1, 2**31 - 1):
@@ -168,7 +168,7 @@ class Basics(StandinCase):
         self.assertEqual(set(pools), {(0, 0), (3, 0)})
         self.assertEqual(pools[3, 0]["blocks"][0]["address"], a)
         plugin.free(a)
-        # Cached in the pool, which is still in use.
+        # Cached in the pool, which still exists.
         plugin.reset()
         self.assertIn((3, 0), {segment["segment_pool_id"] for segment in plugin.module.memory_snapshot()["segments"]})
         plugin.release_pool(0, pool)
@@ -185,14 +185,14 @@ class Basics(StandinCase):
         with self.assertRaises(RuntimeError):
             plugin.module.memory_fraction(1)
 
-    def test_before_the_first_use_any_device_may_be_there(self) -> None:
+    def test_before_the_first_use_any_device_index_is_accepted(self) -> None:
         self.assertEqual(self.plugin.module.memory_fraction(5), 1.0)
         self.assertEqual(self.plugin.stat("num_ooms", 5), 0)
         self.plugin.init(2)
         with self.assertRaises(RuntimeError):
             self.plugin.module.memory_fraction(5)
 
-    def test_own_figures(self) -> None:
+    def test_own_statistics(self) -> None:
         plugin = self.plugin
         a = plugin.alloc(3 * MIB)
         plugin.free(a)
@@ -259,7 +259,7 @@ class BasicsPaged(Basics):
 
 @support.needs_standin
 class LastWords(unittest.TestCase):
-    """Nobody is there to catch what the plug-in throws at ctypes: the process ends, and says why."""
+    """Nothing catches the C++ exceptions that the plug-in throws at ctypes: the process ends with their message."""
 
     def last_words(self, code: str, **changes: str) -> str:
         head = "from test_plugin import *\nplugin = Plugin()\n"
@@ -292,42 +292,25 @@ class Forks(StandinCase):
     def test_while_other_threads_allocate(self) -> None:
         plugin = Plugin()
         kept = plugin.alloc(MIB)
-        stop = threading.Event()
-        failures: list[BaseException] = []
 
-        def churn(stream: int) -> None:
-            try:
-                while not stop.is_set():
-                    plugin.free(plugin.alloc(3 * MIB, stream), stream=stream)
-            except BaseException as error:  # noqa: BLE001
-                failures.append(error)
+        def churn(number: int) -> None:
+            stream = 0x10 * (number + 1)
+            plugin.free(plugin.alloc(3 * MIB, stream), stream=stream)
 
-        threads = [threading.Thread(target=churn, args=(0x10 * n,)) for n in range(1, 4)]
-        for thread in threads:
-            thread.start()
-        try:
-            for _ in range(30):
-                child = os.fork()
-                if child == 0:
-                    # Whatever lock was held when we were made, none of this may wait for it.
-                    plugin.free(kept)
-                    plugin.record_stream(kept, 7)
-                    plugin.reset()
-                    plugin.release_pool(0, Pool(1, 0))
-                    empty = plugin.live() == 0 and plugin.module.memory_snapshot()["segments"] == []
-                    plugin.module.check_invariants(0)
-                    os._exit(0 if empty else 3)
-                self.assertEqual(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), 0)
-        finally:
-            stop.set()
-            for thread in threads:
-                thread.join()
-        self.assertEqual(failures, [])
+        def act() -> None:
+            plugin.free(kept)
+            plugin.record_stream(kept, 7)
+            plugin.reset()
+            plugin.release_pool(0, Pool(1, 0))
+            assert plugin.live() == 0 and plugin.module.memory_snapshot()["segments"] == []
+            plugin.module.check_invariants(0)
+
+        fork_while(churn, act, children=30)
         self.assertEqual(plugin.live(), MIB)
         plugin.free(kept)
         plugin.module.check_invariants(0)
 
-    def test_a_child_that_allocates_is_told_why_it_cannot(self) -> None:
+    def test_a_child_that_allocates_gets_an_error(self) -> None:
         plugin = Plugin()
         plugin.alloc(512)
         reading, writing = os.pipe()
@@ -361,7 +344,7 @@ class Ends(StandinCase):
         done = support.python("-c", head + textwrap.dedent(code))
         self.assertEqual((done.returncode, done.stderr), (0, ""))
 
-    def test_threads_that_free_while_the_interpreter_ends(self) -> None:
+    def test_threads_that_free_while_the_interpreter_shuts_down(self) -> None:
         self.run_to_the_end(
             """
             _cushion.record_memory_history("all", "all", 1000, False, [])
@@ -380,7 +363,7 @@ class Ends(StandinCase):
             """
         )
 
-    def test_frees_after_the_end(self) -> None:
+    def test_frees_after_the_shutdown(self) -> None:
         self.run_to_the_end(
             """
             _cushion.record_memory_history("all", "all", 1000, False, [])

@@ -1,8 +1,8 @@
-"""Steps that ranks run together, on 1, 2 and 4 of them: one rank runs out of memory at every operation of a step in
-turn, and the gradients of all ranks are those of a step that never failed.
+"""Steps that 1, 2 or 4 ranks run together: one rank runs out of memory at every operation of a step in turn, and the
+gradients of all ranks are those of a step that never failed.
 
-Variables ask for more than there is time for in every run: FAIL_EVERY=1 fails at each operation, and not at one in so
-many; RANDOM_RUNS says how many steps are run with failures at random; RANKS_OUT names a file for the figures."""
+Variables for longer runs: FAIL_EVERY=1 fails at each operation, FAIL_EVERY=N at each N-th; RANDOM_RUNS is the number of
+steps with random failures; RANKS_OUT is a file for the results."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EXACT = 1e-12
 class Case:
     """A model on one rank, a step of it, and its batch."""
 
-    #: whether the step may be split; else it is tried again whole
+    #: whether the step may be split; otherwise it is tried again whole
     splits = True
 
     def __init__(self, rank: int, world: int) -> None:
@@ -38,7 +38,7 @@ class Case:
         self.step = self.retried()
 
     def batch(self) -> tuple[Any, Any]:
-        """Ranks have batches of unequal lengths, and labels that are not counted."""
+        """Returns a batch. Its length differs between ranks, and some labels are ignored."""
         generator = self.torch.Generator().manual_seed(10 + self.rank)
         rows = 5 + self.rank
         labels = self.torch.randint(0, 3, (rows,), generator=generator)
@@ -76,11 +76,11 @@ class Case:
             parameter.grad = None
 
     def run(self, step: Callable[..., Any]) -> Any:
-        """What the program does with one batch."""
+        """Runs what the program does with one batch."""
         return step(self.inputs, self.labels)
 
     def once(self, step: Callable[..., Any], failing: Any = None) -> tuple[Any, Any, Any]:
-        """Gradients, loss and buffers after one step from the same state."""
+        """Returns gradients, loss and buffers after one step from the initial state."""
         self.clear()
         self.torch.manual_seed(7)
         buffers = [it.clone() for it in self.model.buffers()]
@@ -94,14 +94,14 @@ class Case:
 
 
 class Bucketed(Case):
-    """Gradients are views of DDP's buckets, and each parameter has a bucket of its own."""
+    """Gradients are views of DDP's buckets, and each parameter has its own bucket."""
 
     def wrap(self, model: Any) -> Any:
         return self.torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=1e-5)
 
 
 class Unused(Case):
-    """A layer that no rank uses: DDP agrees on that in C++."""
+    """A layer that no rank uses: DDP agrees on that with a collective in C++."""
 
     def make(self) -> Any:
         model = super().make()
@@ -119,7 +119,7 @@ class Static(Case):
 
 
 class Frozen(Case):
-    """Batch norm in evaluation, a layer without gradients and two that share their weights."""
+    """Batch norm in evaluation, a layer without gradients, and two layers that share their weights."""
 
     def make(self) -> Any:
         nn = self.torch.nn
@@ -131,7 +131,7 @@ class Frozen(Case):
 
 
 class Normalised(Case):
-    """Batch norm and dropout in training, whose buffers DDP broadcasts: tried again whole."""
+    """Batch norm, whose buffers DDP broadcasts, and dropout, in training: the step is tried again whole."""
 
     splits = False
 
@@ -186,7 +186,7 @@ class ShardedAccumulated(Sharded, Accumulated):
 
 
 class Plain(Case):
-    """No wrapper: the step itself gathers what the ranks have, and adds up gradients."""
+    """Without a wrapper: the step itself gathers tensors and reduces gradients."""
 
     def wrap(self, model: Any) -> Any:
         return model
@@ -216,7 +216,7 @@ CASES |= {it.__name__: it for it in (Sharded, ShardedAccumulated, Plain)}
 
 
 def table(rank: int, world: int, names: list[str], every: int) -> dict[str, Any]:
-    """Each case with failures on each rank in turn: the worst errors, and how many runs there were."""
+    """Runs each case with failures on each rank in turn. Returns the largest errors and the number of runs."""
     return {name: _fail_everywhere(CASES[name](rank, world), every) for name in names}
 
 
@@ -235,7 +235,7 @@ def _fail_everywhere(case: Case, every: int) -> list[float]:
             errors += [ranks.relative_error(one, other) for one, other in zip(after, buffers) if other.norm()]
             worst, runs = max(worst, *errors), runs + 1
             if case.step.stats()["retried"] == before:
-                # The step has no so many operations, on this rank or, by what was agreed, on another.
+                # The step has fewer operations, on this rank or, as the ranks agreed, on another.
                 break
     return [worst, runs]
 
@@ -248,9 +248,9 @@ def _until_it_is_past(case: Case, every: int) -> Iterator[int]:
 
 
 def at_random(rank: int, world: int, name: str, runs: int, seed: int) -> list[float]:
-    """Steps in a row, as a program runs them, with failures at random: on several ranks at once, again in a part, twice
-    in a row. What ranks know of sizes is kept. A part of one row that fails cannot be made smaller: then all ranks give
-    up, and have no gradients of that step."""
+    """Runs steps one after the other, as a program does, with random failures: on several ranks at once, again in a
+    part, twice in a row. Sizes that were too large are remembered. A part of one row that fails cannot be made smaller:
+    then all ranks give up, and that step adds no gradients."""
     case = CASES[name](rank, world)
     case.once(case.step)
     grads, loss, _ = case.once(case.forward_and_backward)

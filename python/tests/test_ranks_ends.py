@@ -1,5 +1,5 @@
-"""How steps end that ranks run together: all ranks alike, with an error that names the rank that failed, and never by
-waiting for ever."""
+"""How steps that ranks run together end: in the same way on all ranks, with an error that names the failed rank, and
+without a hang."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _batch(rank: int, rows: int = 8) -> tuple[Any, Any]:
 
 
 def _caught(call: Any, *arguments: Any) -> list[str]:
-    """How a call ends: the name of the error, and its text."""
+    """Returns the name and the message of the error of a call."""
     try:
         call(*arguments)
     except Exception as error:
@@ -47,7 +47,7 @@ def no_group(rank: int, world: int) -> list[Any]:
     both = _caught(lambda: cushion.retry(ran.append, 1, group="world", local=True))
     unknown = _caught(lambda: cushion.retry(ran.append, 1, group="all", grads=()))
     assert ran == []
-    # Each by itself.
+    # Each rank by itself.
     left = [rank]
 
     def step() -> str:
@@ -60,7 +60,7 @@ def no_group(rank: int, world: int) -> list[Any]:
 
 
 def giving_up(rank: int, world: int) -> list[Any]:
-    """Rank 1 never has enough memory: all ranks give up, with their gradients as before; then all go on."""
+    """Rank 1 never has enough memory: all ranks give up, and keep their gradients. The next step succeeds."""
     import torch
 
     import cushion
@@ -111,7 +111,7 @@ def other_errors(rank: int, world: int) -> list[Any]:
 
 
 def killed(rank: int, world: int) -> Any:
-    """A rank dies in its step, while others wait in a collective, or have ended theirs."""
+    """A rank dies in its step, while others wait in a collective, or have ended their step."""
     import torch
     import torch.distributed as dist
 
@@ -129,7 +129,7 @@ def killed(rank: int, world: int) -> Any:
 
 
 def cannot_be_joined(rank: int, world: int) -> Any:
-    """A collective that does not go through Python's process group: rank 1 waits in it, and rank 0 is short."""
+    """Rank 1 waits in a collective that does not go through Python's process group, and rank 0 runs out of memory."""
     import torch
     import torch.distributed._functional_collectives as functional
 
@@ -147,7 +147,8 @@ def cannot_be_joined(rank: int, world: int) -> Any:
 
 
 def one_is_late(rank: int, world: int) -> list[Any]:
-    """Rank 0 is short before rank 1 has begun the step: the alarm is about a step that rank 1 has yet to begin."""
+    """Rank 0 runs out of memory before rank 1 has begun the step: the alarm names a step that rank 1 has yet to
+    begin."""
     import torch
     import torch.distributed as dist
 
@@ -167,19 +168,19 @@ def one_is_late(rank: int, world: int) -> list[Any]:
         dist.all_reduce(ones)
         return float(ones)
 
-    # The ranks meet at the first step.
+    # The ranks connect at the first step.
     results = [step(-1)]
     for number in range(5):
         if rank == 1:
             store.wait([f"short {number}"], datetime.timedelta(seconds=20))
-            # The alarm is raised soon after; whether it comes first or not, all is well.
+            # The alarm is set soon after. It may come before or after this rank begins.
             time.sleep(0.01 * number)
         results.append(step(number))
     return results
 
 
 def subgroups(rank: int, world: int) -> list[Any]:
-    """Two groups of two ranks: one is short, and the other does not notice."""
+    """Two groups of two ranks: one group runs out of memory, and the other is not affected."""
     import torch
     import torch.distributed as dist
 
@@ -202,7 +203,7 @@ def subgroups(rank: int, world: int) -> list[Any]:
 
 
 def every_collective(rank: int, world: int) -> list[int]:
-    """Rank 0 leaves before each kind of collective; the others are in it, and get out."""
+    """Rank 0 fails before each kind of collective; the other ranks are in it, and return."""
     import torch
     import torch.distributed as dist
 
@@ -251,13 +252,13 @@ class Ends(support.ProcessCase):
     changes = {"LD_PRELOAD": None, "LD_LIBRARY_PATH": None}
     warm = True
 
-    def test_a_group_or_each_by_itself_has_to_be_said(self) -> None:
+    def test_group_or_local_is_required(self) -> None:
         for plain, without_grads, both, unknown, alone in ranks.run(2, no_group):
             self.assertEqual(plain[0], "RuntimeError")
             self.assertIn("this program has 2 ranks", plain[1])
-            self.assertIn('Say group="world"', plain[1])
+            self.assertIn('Give group="world"', plain[1])
             self.assertEqual(without_grads[0], "TypeError")
-            self.assertIn("Say it with grads=", without_grads[1])
+            self.assertIn("group= needs grads=", without_grads[1])
             self.assertEqual(both[0], "TypeError")
             self.assertEqual(unknown[0], "TypeError")
             self.assertIn("has to be a process group", unknown[1])
@@ -275,7 +276,7 @@ class Ends(support.ProcessCase):
         self.assertIn("Tried to allocate a row", found[0][0][1])
         self.assertEqual(found[1][0][1], "CUDA out of memory. Tried to allocate a row.")
 
-    def test_other_errors_pass_on_their_rank_and_are_told_to_the_others(self) -> None:
+    def test_other_errors_are_raised_on_all_ranks(self) -> None:
         first, second = ranks.run(2, other_errors)
         self.assertEqual([kind for kind, _ in first], ["ValueError", "ValueError", "KeyError"])
         for at, (kind, text) in enumerate(second):
@@ -289,13 +290,13 @@ class Ends(support.ProcessCase):
         self.assertEqual(first[0], "RankError")
         self.assertIn("A rank has ended", first[1])
 
-    def test_a_collective_that_cannot_be_joined_ends_by_the_time_out(self) -> None:
+    def test_a_collective_that_cannot_be_joined_ends_at_the_timeout(self) -> None:
         first, second = ranks.run(2, cannot_be_joined)
         for kind, text, _ in (first, second):
             self.assertEqual(kind, "RankError", text)
             self.assertIn("Rank 0 failed first", text)
 
-    def test_one_that_is_late(self) -> None:
+    def test_a_late_rank(self) -> None:
         self.assertEqual(ranks.run(2, one_is_late), [[2.0] * 6] * 2)
 
     def test_groups_do_not_disturb_each_other(self) -> None:
@@ -303,6 +304,6 @@ class Ends(support.ProcessCase):
         self.assertEqual([tries for _, tries in found], [2, 2, 1, 1])
         self.assertEqual({value for value, _ in found}, {4.0})
 
-    def test_every_collective_is_left(self) -> None:
+    def test_ranks_return_from_every_collective(self) -> None:
         for tries in ranks.run(3, every_collective):
             self.assertEqual(set(tries), {2})

@@ -1,4 +1,4 @@
-"""Batch sizes that are remembered in a file, which may hold anything."""
+"""Batch sizes that are remembered in a file, whose content may be invalid."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ class Remembering(unittest.TestCase):
     def test_an_answer_is_tried_once(self) -> None:
         self.assertEqual(self.find(100)[0], 100)
         self.assertEqual(self.find(100), (100, [100]))
-        # It does not know that there is more room now, and that is what it says.
+        # The answer is kept although there is more room now.
         self.assertEqual(self.find(200), (100, [100]))
 
-    def test_an_answer_that_does_not_fit_is_searched_anew(self) -> None:
+    def test_an_answer_that_does_not_fit_starts_a_new_search(self) -> None:
         self.find(100)
         found, tried = self.find(50)
         self.assertEqual((found, tried[0]), (50, 100))
         self.assertLess(max(tried[1:]), 100)
         self.assertEqual(self.find(50), (50, [50]))
 
-    def test_only_for_the_same(self) -> None:
+    def test_an_answer_applies_only_under_the_same_conditions(self) -> None:
         self.find(100)
         others: tuple[dict[str, Any], ...] = (
             {"model": Model((3, 4), (5,))},
@@ -59,7 +59,7 @@ class Remembering(unittest.TestCase):
                 self.assertEqual(self.find(200, **options)[0], 200)
         with mock.patch.object(_remembered, "_device", lambda _: {"gpu": "another"}):
             self.assertEqual(self.find(200)[0], 200)
-        # All of them are there.
+        # The file keeps all answers.
         self.assertEqual(self.find(200), (100, [100]))
         self.assertEqual(self.find(200, limit=300), (200, [200]))
 
@@ -98,10 +98,10 @@ class Remembering(unittest.TestCase):
                     found, tried = self.find(100)
                 self.assertEqual((found, tried[0]), (100, 8))
                 self.assertIn("ignored", logs.output[0])
-                # And the file is good again.
+                # The file is valid again.
                 self.assertEqual(self.find(100), (100, [100]))
 
-    def test_answers_that_cannot_be_meant_are_not_tried(self) -> None:
+    def test_answers_outside_the_options_are_not_tried(self) -> None:
         self.find(100, multiple_of=10, limit=200)
         text = self.path.read_text()
         for wrong in (105, 210):
@@ -110,7 +110,7 @@ class Remembering(unittest.TestCase):
             self.assertEqual(found, 100)
             self.assertNotIn(wrong, tried)
 
-    def test_a_file_that_cannot_be_used_is_no_error(self) -> None:
+    def test_a_file_that_cannot_be_used_raises_nothing(self) -> None:
         pipe = self.folder / "pipe"
         os.mkfifo(pipe)
         (self.folder / "file").write_text("")
@@ -118,14 +118,14 @@ class Remembering(unittest.TestCase):
             with self.subTest(path), self.assertLogs("cushion", "WARNING"):
                 self.assertEqual(self.find(100, remember=path)[0], 100)
 
-    def test_a_link_stays_one(self) -> None:
+    def test_a_symbolic_link_is_followed(self) -> None:
         link = self.folder / "link.json"
         link.symlink_to(self.folder / "real.json")
         self.find(100, remember=link)
         self.assertTrue(link.is_symlink())
         self.assertEqual(self.find(100, remember=link), (100, [100]))
 
-    def test_as_many_as_are_kept(self) -> None:
+    def test_the_number_of_answers_is_bounded(self) -> None:
         with mock.patch.object(_remembered, "MOST_ANSWERS", 4):
             for number in range(7):
                 _remembered.store(self.path, {"number": number}, number + 1)

@@ -1,10 +1,9 @@
-"""Steps that run again when memory runs out: what is let go of, what is decorated and counted."""
+"""Steps that run again when memory runs out: released memory, decorators and counts."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
-import threading
 import unittest
 import weakref
 from collections.abc import Callable, Iterator
@@ -13,19 +12,19 @@ from unittest import mock
 
 import support  # puts the package under test on the path
 from steps import Card, Held, Rows, caught, difference, failing, frames
-from support import MIB, StandinCase
+from support import MIB, StandinCase, in_threads
 
 import cushion
 from cushion import _cushion, _known, _receipts
 
 
 class Running(unittest.TestCase):
-    def test_what_works_runs_once(self) -> None:
+    def test_a_step_that_succeeds_runs_once(self) -> None:
         step = mock.Mock(return_value=7, spec=[])
         self.assertEqual(cushion.retry(step, 1, key=2), 7)
         step.assert_called_once_with(1, key=2)
 
-    def test_a_step_alone_is_run(self) -> None:
+    def test_a_step_without_arguments(self) -> None:
         step = mock.Mock(return_value=7, spec=[])
         self.assertEqual(cushion.retry(step), 7)
         step.assert_called_once_with()
@@ -40,7 +39,7 @@ class Running(unittest.TestCase):
                 cushion.retry(step, tries=tries)
             self.assertEqual(step.call_count, tries)
 
-    def test_the_last_error_is_raised_itself(self) -> None:
+    def test_the_last_error_is_raised_unchanged(self) -> None:
         errors = [MemoryError(f"CUDA out of memory. {number}") for number in range(3)]
         with self.assertRaises(MemoryError) as raised:
             cushion.retry(mock.Mock(side_effect=errors, spec=[]))
@@ -58,7 +57,7 @@ class Running(unittest.TestCase):
         (note,) = raised.exception.__notes__  # type: ignore[attr-defined]
         self.assertEqual(note, "cushion.retry: 4 tries, the last in 5 parts; a part cannot be made smaller")
 
-    def test_the_last_error_says_where_it_happened(self) -> None:
+    def test_the_last_error_keeps_its_traceback(self) -> None:
         def deep() -> None:
             raise MemoryError
 
@@ -68,7 +67,7 @@ class Running(unittest.TestCase):
         error = caught(MemoryError, lambda: cushion.retry(step))
         self.assertEqual([frame.f_code.co_name for frame in frames(error)][-2:], ["step", "deep"])
 
-    def test_other_errors_pass_at_once(self) -> None:
+    def test_other_errors_are_raised_at_once(self) -> None:
         for kind in (ValueError, RuntimeError, KeyboardInterrupt, SystemExit, GeneratorExit):
             with self.subTest(kind.__name__):
                 error = kind("something else")
@@ -88,7 +87,7 @@ class Running(unittest.TestCase):
                 self.assertEqual(frames(raised)[-1].f_locals["held"], "still here")
                 self.assertFalse(hasattr(error, "__notes__"))
 
-    def test_another_error_in_a_later_try_passes(self) -> None:
+    def test_another_error_in_a_later_try_is_raised(self) -> None:
         step = mock.Mock(side_effect=[MemoryError(), ValueError("no")], spec=[])
         before = cushion.retry_stats()
         with self.assertRaisesRegex(ValueError, "no"), self.assertLogs("cushion", "WARNING") as logs:
@@ -96,7 +95,7 @@ class Running(unittest.TestCase):
         self.assertEqual(difference(before), {"calls": 1, "tries": 2, "retried": 1})
         self.assertIn("failed otherwise: 2 tries", logs.output[0])
 
-    def test_reset_comes_before_each_try_but_the_first(self) -> None:
+    def test_reset_is_called_before_each_try_except_the_first(self) -> None:
         order: list[str] = []
         again = failing(2)
 
@@ -107,13 +106,13 @@ class Running(unittest.TestCase):
         cushion.retry(step, reset=lambda: order.append("reset"))
         self.assertEqual(order, ["step", "reset", "step", "reset", "step"])
 
-    def test_nothing_is_reset_when_it_gives_up(self) -> None:
+    def test_reset_is_not_called_when_it_gives_up(self) -> None:
         reset = mock.Mock()
         with self.assertRaises(MemoryError):
             cushion.retry(failing(9), tries=1, reset=reset)
         reset.assert_not_called()
 
-    def test_inside_another(self) -> None:
+    def test_nested(self) -> None:
         again = failing(4)
         calls: list[str] = []
 
@@ -128,12 +127,12 @@ class Running(unittest.TestCase):
         self.assertEqual(cushion.retry(outer), "done")
         self.assertEqual(calls, ["outer", "inner", "inner", "inner", "outer", "inner", "inner"])
 
-    def test_is_quiet_while_all_is_well(self) -> None:
+    def test_logs_nothing_without_a_shortage(self) -> None:
         with self.assertNoLogs("cushion"), mock.patch.object(gc, "collect") as collect:
             cushion.retry(lambda: None)
         collect.assert_not_called()
 
-    def test_says_once_what_it_cost(self) -> None:
+    def test_logs_the_lost_time_once(self) -> None:
         with self.assertLogs("cushion", "WARNING") as logs:
             cushion.retry(Card(2).step, Rows(range(8)), split=cushion.split_batch, combine=sum)
         (line,) = logs.output
@@ -144,7 +143,7 @@ class Running(unittest.TestCase):
         (line,) = logs.output
         self.assertRegex(line, r"step ran out of memory, and gave up: 3 tries, the last in 1 part; ")
 
-    def test_tells_cushion(self) -> None:
+    def test_reports_the_refusal_to_the_engine(self) -> None:
         said: list[Any] = []
         with (
             mock.patch.object(_cushion, "expect_refusals", lambda expected: said.append(expected)),
@@ -159,7 +158,7 @@ class Running(unittest.TestCase):
                 cushion.retry(lambda: 1 / 0)
             self.assertEqual(said[5:], [True, False])
 
-    def test_what_cannot_be(self) -> None:
+    def test_invalid_arguments(self) -> None:
         for why, call in (
             ("step is 5", lambda: cushion.retry(5)),  # type: ignore[call-overload]
             ("split is 2", lambda: cushion.retry(print, split=2)),  # type: ignore[call-overload]
@@ -177,7 +176,7 @@ class Running(unittest.TestCase):
         with self.assertRaisesRegex(ValueError, "tries is 0"):
             cushion.retry(print, tries=0)
 
-    def test_what_works_later_is_refused(self) -> None:
+    def test_lazy_functions_are_refused(self) -> None:
         async def later() -> None: ...
 
         def one_by_one() -> Iterator[int]:
@@ -200,7 +199,7 @@ class Running(unittest.TestCase):
 
 
 class LettingGo(unittest.TestCase):
-    """What a failed try held is gone when the next begins, without the help of the collector where that can be."""
+    """Objects of a failed try are freed before the next begins, without the garbage collector if possible."""
 
     def gone(self, fail: Callable[[Held], None], collector: bool = False) -> None:
         seen: list[Any] = []
@@ -219,13 +218,13 @@ class LettingGo(unittest.TestCase):
             cushion.retry(step)
         self.assertEqual(seen[1:], [None])
 
-    def test_what_its_frames_hold(self) -> None:
+    def test_objects_in_frames(self) -> None:
         def fail(held: Held) -> None:
             raise MemoryError
 
         self.gone(fail)
 
-    def test_what_a_context_holds(self) -> None:
+    def test_objects_in_frames_of_a_context(self) -> None:
         kept: list[ValueError] = []
 
         def fail(held: Held) -> None:
@@ -237,7 +236,7 @@ class LettingGo(unittest.TestCase):
         self.gone(fail)
         self.assertIsNone(kept[0].__traceback__)
 
-    def test_what_a_cause_holds(self) -> None:
+    def test_objects_in_frames_of_a_cause(self) -> None:
         kept: list[ValueError] = []
 
         def fail(held: Held) -> None:
@@ -251,21 +250,21 @@ class LettingGo(unittest.TestCase):
         self.assertIsNone(kept[0].__traceback__)
 
     def log(self, kept: list[ValueError], held: Held) -> None:
-        """Fails, and somebody keeps the error, as those do who report errors later."""
+        """Fails, and keeps the error, as code that reports errors later does."""
         try:
             raise ValueError
         except ValueError as error:
             kept.append(error)
             raise
 
-    def test_what_a_cycle_holds(self) -> None:
+    def test_objects_in_a_cycle(self) -> None:
         def fail(held: Held) -> None:
             held.itself = held  # type: ignore[attr-defined]
             raise MemoryError
 
         self.gone(fail, collector=True)
 
-    def test_what_earlier_parts_returned(self) -> None:
+    def test_results_of_earlier_parts(self) -> None:
         kept: list[weakref.ref[Held]] = []
         alive: list[bool] = []
 
@@ -283,7 +282,7 @@ class LettingGo(unittest.TestCase):
         cushion.retry(step, Rows(range(4)), split=cushion.split_batch, combine=list)
         self.assertEqual(alive, [False] * 4)
 
-    def test_what_it_held_when_it_gives_up(self) -> None:
+    def test_objects_of_the_last_try_when_it_gives_up(self) -> None:
         seen: list[weakref.ref[Held]] = []
 
         def step(_given: Held) -> None:
@@ -298,12 +297,12 @@ class LettingGo(unittest.TestCase):
         try:
             cushion.retry(step, given)
         except MemoryError:
-            # Still inside: the frames of the step are cleared, and those of the call are not ours.
+            # Inside `except`: the frames of the step are cleared, those of the caller are not.
             self.assertEqual([ref() for ref in seen], [None] * 3)
         del given
         self.assertIsNone(seen_given(), "the error and its frames hold each other")
 
-    def test_what_the_caller_is_handling_stays(self) -> None:
+    def test_frames_of_the_error_that_the_caller_handles_stay(self) -> None:
         def handled() -> None:
             held = "still here"
             raise KeyError("handled")
@@ -335,7 +334,7 @@ class Decorating(unittest.TestCase):
         self.assertEqual(split.stats(), {"calls": 1, "retried": 1, "tries": 2, "split": 1, "gave_up": 0})
         self.assertEqual(plain.stats(), {"calls": 1, "retried": 0, "tries": 1, "split": 0, "gave_up": 0})
 
-    def test_knows_and_forgets(self) -> None:
+    def test_remembers_and_forgets(self) -> None:
         card = Card(2)
 
         @cushion.retry(split=cushion.split_batch, combine=sum)
@@ -350,7 +349,7 @@ class Decorating(unittest.TestCase):
         step(Rows(range(4)))
         self.assertEqual(card.seen, [4, 2, 2])
 
-    def test_the_whole_is_tried_again_after_a_while_and_less_and_less(self) -> None:
+    def test_the_whole_is_tried_again_after_more_and_more_calls(self) -> None:
         card = Card(2)
 
         @cushion.retry(split=cushion.split_batch, combine=sum)
@@ -362,7 +361,7 @@ class Decorating(unittest.TestCase):
             step(Rows(range(4)))
         whole = [at for at, call in enumerate(self.calls(card.seen)) if call[0] == 4]
         self.assertEqual(whole, [0, first, 3 * first])
-        # The shortage has passed: the next time it is tried, it fits, and stays.
+        # The shortage has passed: the next try of the whole fits, and later calls begin whole.
         card.room = 4
         card.seen.clear()
         for _ in range(10):
@@ -370,7 +369,7 @@ class Decorating(unittest.TestCase):
         self.assertEqual(card.seen, [4] * 10)
 
     def calls(self, seen: list[int]) -> list[list[int]]:
-        """The rows of each part, by calls of 4 rows that end in two parts."""
+        """Returns the rows of each part, grouped by calls of 4 rows."""
         left = list(seen)
         found = []
         while left:
@@ -396,7 +395,7 @@ class Decorating(unittest.TestCase):
 
 
 class Counting(unittest.TestCase):
-    def test_what_is_counted(self) -> None:
+    def test_counts(self) -> None:
         for expected, call in (
             ({"calls": 1, "tries": 1}, lambda: cushion.retry(lambda: None)),
             ({"calls": 1, "tries": 3, "retried": 1}, lambda: cushion.retry(failing(2))),
@@ -435,11 +434,7 @@ class Counting(unittest.TestCase):
                 results.append(step(Rows(range(16))))
                 results.append(cushion.retry(card.step, Rows(range(16)), split=cushion.split_batch, combine=sum))
 
-        threads = [threading.Thread(target=work) for _ in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        in_threads([work] * 8)
         self.assertEqual(results, [sum(range(16))] * 800)
         counted = difference(before)
         self.assertEqual((counted["calls"], counted["split"]), (800, 800))

@@ -1,4 +1,4 @@
-"""Steps in parts: their gradients and losses are those of the whole batch, for every way that parts add up."""
+"""Steps in parts: their gradients and losses are those of the whole batch, for all ways that parts add up."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import cushion
 
 class Losses(ExactCase):
     def check(self, model: Any, step: Any, arguments: tuple[Any, ...], compute: Any, **options: Any) -> None:
-        """In 2, 4 and more parts, a step gives the loss and the gradients of the whole.
+        """Checks that a step in 2, 4 and more parts gives the loss and the gradients of the whole.
 
         :param step: called with the arguments of a part; fails if they have more rows than `self.room`
         :param compute: the loss of the whole
@@ -25,6 +25,18 @@ class Losses(ExactCase):
                 got = cushion.retry(step, *arguments, split=cushion.split_batch, grads=model, **options)
                 self.assert_close(self.gradients(model), expected)
                 self.assert_close([got], [loss])
+
+    def check_labels(self, model: Any, inputs: Any, labels: Any) -> None:
+        """As `check`, for a mean over the labels that are not ignored."""
+
+        def step(inputs: Any, labels: Any) -> Any:
+            self.at_most(self.room, inputs)
+            loss = self.cross_entropy(model, inputs, labels)
+            loss.backward()
+            return loss.detach()
+
+        compute = lambda: self.cross_entropy(model, inputs, labels)  # noqa: E731
+        self.check(model, step, (inputs, labels), compute, weight=lambda inputs, labels: (labels != -100).sum())
 
     def test_a_mean_over_parts_of_unequal_size(self) -> None:
         model, inputs, targets = self.plain(), self.torch.randn(11, 6), self.torch.randn(11, 4)
@@ -54,33 +66,17 @@ class Losses(ExactCase):
 
     def test_ignored_labels(self) -> None:
         model, (inputs, labels) = self.plain(), self.labelled()
-        # A part of two rows and all parts of one row of these have no labels at all.
+        # These two rows have no labels, as one part or as two.
         labels[6:8] = -100
-
-        def step(inputs: Any, labels: Any) -> Any:
-            self.at_most(self.room, inputs)
-            loss = self.cross_entropy(model, inputs, labels)
-            loss.backward()
-            return loss.detach()
-
-        compute = lambda: self.cross_entropy(model, inputs, labels)  # noqa: E731
-        self.check(model, step, (inputs, labels), compute, weight=lambda inputs, labels: (labels != -100).sum())
+        self.check_labels(model, inputs, labels)
 
     def test_one_part_has_all_the_labels(self) -> None:
         model, (inputs, labels) = self.plain(), self.labelled()
         labels[1:] = -100
-
-        def step(inputs: Any, labels: Any) -> Any:
-            self.at_most(self.room, inputs)
-            loss = self.cross_entropy(model, inputs, labels)
-            loss.backward()
-            return loss.detach()
-
-        compute = lambda: self.cross_entropy(model, inputs, labels)  # noqa: E731
-        self.check(model, step, (inputs, labels), compute, weight=lambda inputs, labels: (labels != -100).sum())
+        self.check_labels(model, inputs, labels)
 
     def test_no_labels_at_all(self) -> None:
-        # The whole divides by zero, and parts of it are no better.
+        # The whole divides by zero, and so does each part.
         model, (inputs, labels) = self.plain(), self.labelled()
         labels[:] = -100
 
@@ -121,7 +117,7 @@ class Losses(ExactCase):
             return loss.detach()
 
         self.check(model, step, (inputs, targets), lambda: mse(model(inputs), targets))
-        # The program's own share, by position, is shared out.
+        # A share that the program passes by position is divided among the parts.
         self.check(model, step, (inputs, targets, 0.5), lambda: mse(model(inputs), targets) * 0.5)
 
     def test_a_step_that_takes_its_share_by_weight(self) -> None:
@@ -142,7 +138,7 @@ class Losses(ExactCase):
         self.check(model, step, (inputs, labels, 0.5), half, weight=weight)
 
     def test_terms_of_several_kinds(self) -> None:
-        """A mean over rows, a sum over rows, and one that has nothing to do with rows."""
+        """A mean over rows, a sum over rows, and a term that does not depend on rows."""
         model, inputs, targets = self.plain(), self.torch.randn(11, 6), self.torch.randn(11, 4)
         mse = self.torch.nn.functional.mse_loss
 
@@ -171,7 +167,7 @@ class Losses(ExactCase):
             self.at_most(self.room, inputs)
             first, second, third = terms(inputs, targets)
             first.backward(retain_graph=True)
-            # Several at once; one is no scalar, and has a gradient of its own.
+            # Several at once; one is not a scalar, and has its own gradient.
             ones = self.torch.ones_like(third)
             autograd.backward([second, third], [None, ones])
             return (first + second + third.sum()).detach()
@@ -200,7 +196,7 @@ class Losses(ExactCase):
             with self.subTest(reentrant=reentrant):
                 self.check(model, step, (inputs,), lambda: mean(inputs), loss="mean")
 
-    def test_a_loss_that_the_program_calls_backward_of(self) -> None:
+    def test_a_loss_whose_backward_the_program_calls(self) -> None:
         model, inputs, targets = self.plain(), self.torch.randn(11, 6), self.torch.randn(11, 4)
         mse = self.torch.nn.functional.mse_loss
 
@@ -215,7 +211,7 @@ class Losses(ExactCase):
             self.assert_close(self.gradients(model), expected)
             self.assert_close([got.detach()], [loss])
 
-    def test_outputs_that_the_program_makes_a_loss_of(self) -> None:
+    def test_outputs_from_which_the_program_computes_a_loss(self) -> None:
         model, inputs, targets = self.plain(), self.torch.randn(11, 6), self.torch.randn(11, 4)
         mse = self.torch.nn.functional.mse_loss
 
@@ -228,8 +224,8 @@ class Losses(ExactCase):
         mse(outputs, targets).backward()
         self.assert_close(self.gradients(model), expected)
 
-    def test_one_inside_another(self) -> None:
-        """Both in parts: the factors of a backward() are those of all that it is inside of."""
+    def test_nested(self) -> None:
+        """Both in parts: a backward() multiplies by the factors of both."""
         model, inputs = self.plain(), self.torch.randn(11, 6)
         inner_parts: list[int] = []
 
@@ -250,8 +246,8 @@ class Losses(ExactCase):
         self.assert_close([got], [loss])
         self.assertEqual(max(inner_parts), 2)
 
-    def test_a_split_of_one_s_own(self) -> None:
-        """Rows are counted by the first tensor, or by the first list."""
+    def test_a_custom_split(self) -> None:
+        """The number of rows is the length of the first tensor, or of the first list."""
         model, inputs = self.plain(), self.torch.randn(11, 6)
 
         def uneven(parts: int, batch: Any) -> Any:
@@ -280,7 +276,7 @@ class Losses(ExactCase):
         cushion.retry(step_of_names, [str(row) for row in range(11)], split=names, loss="mean", grads=model)
         self.assert_close(self.gradients(model), expected)
 
-    def test_samples_of_their_own_shapes(self) -> None:
+    def test_samples_of_different_shapes(self) -> None:
         model = self.plain()
         images = [self.torch.randn(3, 6 + size, 6) for size in range(7)]
         targets = [{"box": self.torch.randn(4)} for _ in images]
@@ -300,12 +296,12 @@ class Losses(ExactCase):
         self.assert_close(self.gradients(model), expected)
 
     def test_a_part_that_weighs_nothing_has_a_result(self) -> None:
-        """`combine` is given the results of all parts; that part adds no gradients, which are no numbers there."""
+        """`combine` gets the results of all parts; a part without weight adds no gradients, which would be NaN."""
         model, (inputs, labels) = self.plain(), self.labelled(rows=8)
         labels[2:4] = -100
 
         def mean(inputs: Any, labels: Any) -> Any:
-            """Divides by how many labels there are, as programs do that compute it themselves."""
+            """Divides by the number of labels, as a program does that computes the mean itself."""
             counted = labels != -100
             each = (model(inputs).sum(dim=-1) - labels).square()
             return (each * counted).sum() / counted.sum()
@@ -330,7 +326,7 @@ class Losses(ExactCase):
             self.assert_close([sums], [inputs.sum(dim=(1, 2))])
             self.assert_close(self.gradients(model), expected)
 
-    def test_an_evaluation_has_no_gradients_to_weigh(self) -> None:
+    def test_an_evaluation_has_no_gradients(self) -> None:
         model, inputs = self.plain(), self.torch.randn(11, 6)
 
         @self.torch.no_grad()
@@ -344,8 +340,8 @@ class Losses(ExactCase):
             self.assert_close([got], [loss])
         self.assertTrue(all(it.grad is None for it in model.parameters()))
 
-    def test_gradients_that_cannot_be_weighed(self) -> None:
-        """Those that a step writes itself are refused in parts: they would be too large."""
+    def test_gradients_that_cannot_be_weighted(self) -> None:
+        """Gradients that a step writes without backward() are refused in parts: they would be too large."""
         model, inputs = self.plain(), self.torch.randn(11, 6)
 
         @cushion.retry(split=cushion.split_batch, loss="mean", grads=model)
@@ -364,11 +360,11 @@ class Losses(ExactCase):
             self.room = 100
             step(inputs)
             self.room = 4
-            with self.assertRaisesRegex(RuntimeError, "otherwise than by backward.*share=1.0"):
+            with self.assertRaisesRegex(RuntimeError, "without backward.*share=1.0"):
                 step(inputs)
 
     def test_an_edge_of_the_graph(self) -> None:
-        """PyTorch takes those in the place of tensors: with a gradient they are weighed, without they are refused."""
+        """PyTorch accepts edges instead of tensors: with a gradient they are weighted, without one they are refused."""
         model, inputs = self.plain(), self.torch.randn(11, 6)
         edge_of = self.torch.autograd.graph.get_gradient_edge
 
@@ -387,9 +383,9 @@ class Losses(ExactCase):
 
 
 class Saying(ExactCase):
-    """How parts add up has to be said, where it can be checked."""
+    """The program has to state how parts add up, and errors are found at the first call."""
 
-    def test_without_gradients_to_take_back(self) -> None:
+    def test_without_grads(self) -> None:
         model, inputs = self.plain(), self.torch.randn(8, 6)
         calls: list[int] = []
 
@@ -399,8 +395,8 @@ class Saying(ExactCase):
             loss.backward()
             return loss.detach()
 
-        # At the first call, with memory enough.
-        with self.assertRaisesRegex(TypeError, r"say whose gradients they are with grads=, such as grads=model"):
+        # At the first call, without a shortage.
+        with self.assertRaisesRegex(TypeError, r"give their owner as grads=, such as grads=model"):
             cushion.retry(step, inputs, split=cushion.split_batch, loss="mean")
         self.assertEqual(calls, [8])
 
@@ -416,17 +412,19 @@ class Saying(ExactCase):
             return loss.detach()
 
         options: Any = {"split": cushion.split_batch, "grads": model}
-        # A function that does not take what the step takes is found before the step has run.
-        with self.assertRaisesRegex(TypeError, r"weight= is called with the arguments of .*step.*\(inputs, targets\)"):
+        # A function that does not accept the step's arguments is found before the step runs.
+        with self.assertRaisesRegex(
+            TypeError, r"weight= cannot be called with the arguments of .*step.*\(inputs, targets\)"
+        ):
             cushion.retry(step, inputs, targets, weight=lambda targets: 1, **options)
         self.assertEqual(calls, [])
         for weight in (-1.0, float("nan"), float("inf")):
-            with self.assertRaisesRegex(ValueError, f"weight= gave {weight}, and a part weighs 0 or more"):
+            with self.assertRaisesRegex(ValueError, f"weight= returned {weight}, and has to return 0 or more"):
                 cushion.retry(step, inputs, targets, weight=lambda *_: weight, **options)
 
 
 class SayingWithoutTorch(unittest.TestCase):
-    def test_how_parts_add_up_is_said_where_it_is_decorated(self) -> None:
+    def test_how_parts_add_up_is_checked_by_the_decorator(self) -> None:
         with self.assertRaises(TypeError) as raised:
 
             @cushion.retry(split=cushion.split_batch, grads=())
@@ -439,7 +437,7 @@ class SayingWithoutTorch(unittest.TestCase):
         with self.assertRaises(TypeError):
             cushion.retry(lambda rows: 0.0, Rows(range(2)), split=cushion.split_batch)
 
-    def test_what_contradicts_itself(self) -> None:
+    def test_contradictory_options(self) -> None:
         def takes_share(rows: Rows, share: float = 1.0) -> float:
             return share
 
@@ -449,9 +447,9 @@ class SayingWithoutTorch(unittest.TestCase):
         split: Any = {"split": cushion.split_batch}
         with self.assertRaisesRegex(ValueError, "loss is 'median'"):
             cushion.retry(loss="median", **split)(plain)
-        with self.assertRaisesRegex(TypeError, 'leave loss="sum" or weight= out'):
+        with self.assertRaisesRegex(TypeError, 'remove loss="sum" or weight='):
             cushion.retry(loss="sum", weight=len, **split)(plain)
-        with self.assertRaisesRegex(TypeError, "takes `share` and multiplies by it itself: leave loss='mean' out"):
+        with self.assertRaisesRegex(TypeError, "takes `share` and multiplies by it itself: remove loss='mean'"):
             cushion.retry(loss="mean", **split)(takes_share)
 
 

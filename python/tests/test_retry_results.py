@@ -1,4 +1,4 @@
-"""What `cushion.retry` returns: the same type whether a batch was split or not, and nothing that is made up."""
+"""What `cushion.retry` returns: the same type whether a batch was split or not."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import cushion
 
 
 def returning(result: Any, room: int = 100) -> Any:
-    """A step that returns this for every part."""
+    """Returns a step that returns `result` for every part."""
 
     def step(rows: Any) -> Any:
         if len(rows.values if isinstance(rows, Rows) else rows) > room:
@@ -26,24 +26,24 @@ def returning(result: Any, room: int = 100) -> Any:
 
 
 class ModelOutput(OrderedDict[str, Any]):
-    """As models of Hugging Face return them."""
+    """A mapping like the outputs of Hugging Face models, without update()."""
 
     def update(self, *_: Any, **__: Any) -> None:
         raise RuntimeError("You cannot use `update` on a ModelOutput instance.")
 
 
 class Refusing(unittest.TestCase):
-    def test_what_is_no_loss_is_refused_at_the_first_call(self) -> None:
+    def test_results_other_than_a_loss_are_refused_at_the_first_call(self) -> None:
         results = (True, 1, "text", (1.0, 2.0), [1.0], {"loss": 1.0, "accuracy": 0.9, "rate": 3e-4})
         for result in (*results, ModelOutput(loss=1.0), Rows([1.0]), object(), complex(1, 1)):
             for loss in ("mean", "sum"):
                 with self.subTest(result=result, loss=loss):
                     name = type(result).__name__
-                    # With memory enough: one part, and no try but the first.
+                    # Without a shortage: one part and one try.
                     with self.assertRaisesRegex(TypeError, f"returning.*returned a {name}.* combine= "):
                         cushion.retry(returning(result), Rows(range(4)), split=cushion.split_batch, loss=loss, grads=())
 
-    def test_a_loss_for_some_parts_alone(self) -> None:
+    def test_a_loss_for_only_some_parts(self) -> None:
         results = [None, 1.0]
 
         def step(rows: Rows) -> Any:
@@ -51,13 +51,13 @@ class Refusing(unittest.TestCase):
                 raise MemoryError
             return results.pop()
 
-        with self.assertRaisesRegex(TypeError, "a loss for some parts of a batch and nothing for others"):
+        with self.assertRaisesRegex(TypeError, "a loss for some parts of a batch and None for others"):
             cushion.retry(step, Rows(range(4)), split=cushion.split_batch, loss="mean", grads=())
 
 
 class Returning(unittest.TestCase):
     def results(self, result: Any, **options: Any) -> tuple[Any, Any]:
-        """What comes back of a whole, and of four parts."""
+        """Returns the result of a whole step, and that of four parts."""
         options = {"split": cushion.split_batch, **options}
         return tuple(  # type: ignore[return-value]
             cushion.retry(returning(result, room), Rows(range(8)), **options) for room in (100, 2)
@@ -74,7 +74,7 @@ class Returning(unittest.TestCase):
         for result in (True, 7, "text", {"accuracy": 0.9}, ModelOutput(loss=1.0), None):
             whole, parts = self.results(result, combine=list)
             self.assertEqual((whole, parts), ([result], [result] * 4))
-        # Beside a loss, whose gradients are weighed as ever.
+        # Together with a loss, whose gradients are weighted as usual.
         combine = mock.Mock(side_effect=lambda results: sum(it["rows"] for it in results))
         self.assertEqual(self.results({"rows": 2}, combine=combine, loss="mean", grads=()), (2, 8))
         self.assertEqual([len(call.args[0]) for call in combine.call_args_list], [1, 4])
@@ -84,7 +84,7 @@ class Returning(unittest.TestCase):
         results = cushion.retry(card.step, Rows(range(6)), split=cushion.split_batch, combine=list)
         self.assertEqual(results, [0, 3, 3, 9])
 
-    def test_an_error_in_combine_passes(self) -> None:
+    def test_an_error_in_combine_is_raised(self) -> None:
         def combine(results: list[Any]) -> Any:
             raise KeyError("no")
 
@@ -113,7 +113,7 @@ class ReturningTensors(ExactCase):
                 self.assertEqual(getattr(found[0], "shape", None), getattr(found[1], "shape", None))
                 self.assertEqual(found[0], found[1])
 
-    def test_tensors_that_are_no_loss(self) -> None:
+    def test_tensors_that_are_not_a_loss(self) -> None:
         torch = self.torch
         for value in (torch.tensor(3), torch.tensor(True), torch.ones(1), torch.ones(2, 2)):
             with self.assertRaisesRegex(TypeError, "returned a Tensor"):

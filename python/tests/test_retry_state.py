@@ -1,4 +1,4 @@
-"""What a failed try leaves behind is taken back: gradients, buffers, random numbers and the state of a GradScaler."""
+"""The changes of a failed try are undone: gradients, buffers, random numbers and the state of a GradScaler."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from exact import ExactCase
 import cushion
 
 
-class Gradients(ExactCase):
+class StateCase(ExactCase):
     def step(self, model: Any, fails: int = 1) -> Any:
-        """A step that adds to all gradients, and only then runs out of memory, so often."""
+        """Returns a step that adds to all gradients and then runs out of memory, the first `fails` times."""
         left = [fails]
 
         def step(inputs: Any) -> Any:
@@ -31,7 +31,9 @@ class Gradients(ExactCase):
 
         return step
 
-    def test_every_way_to_say_whose_they_are(self) -> None:
+
+class Gradients(StateCase):
+    def test_all_forms_of_grads(self) -> None:
         torch = self.torch
         model, inputs = self.plain(), torch.randn(8, 6)
         first, second = model[0], model[2]
@@ -55,21 +57,21 @@ class Gradients(ExactCase):
                 cushion.retry(self.step(model), inputs, grads=grads)
                 self.assert_equal_bits(self.gradients(model), expected)
         for grads in ("weight", {"params": 1}, [model, None]):
-            with self.assertRaisesRegex(TypeError, "it takes a module, an optimizer, parameters"):
+            with self.assertRaisesRegex(TypeError, "has to be a module, an optimizer, parameters"):
                 cushion.retry(self.step(model), inputs, grads=grads)
-        # Parameters that are there once serve every step that is decorated.
+        # A generator of parameters can serve several decorated steps.
         decorate = cushion.retry(grads=model.parameters())
         for step in (decorate(self.step(model)), decorate(self.step(model))):
             step(inputs)
             self.assert_equal_bits(self.gradients(model), expected)
-        # Those that are not named are not put back.
+        # Gradients of parameters that are not in grads= are not restored.
         cushion.retry(self.step(model), inputs, grads=first)
         got = self.gradients(model)
         self.assert_equal_bits(got[:2], expected[:2])
         self.assert_equal_bits(got[2:], [2 * it for it in expected[2:]])
 
     def test_accumulation(self) -> None:
-        """Gradients of earlier micro-batches stay, also those that a program would have `reset` take away."""
+        """Gradients of earlier micro-batches stay, also with `reset=optimizer.zero_grad`."""
         torch = self.torch
         model = self.plain()
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -113,7 +115,7 @@ class Gradients(ExactCase):
             def step(inputs: Any) -> Any:
                 loss = model(inputs).square().mean() / 3
                 loss.backward()
-                # The last part of those that are too large has added to gradients, and so have those before it.
+                # Parts have added to gradients before a later part fails.
                 self.at_most(room, inputs)
                 return loss.detach()
 
@@ -122,7 +124,7 @@ class Gradients(ExactCase):
             self.assert_close(self.gradients(model), expected)
 
     def test_the_same_tensor_holds_them(self) -> None:
-        """A view of it, as some optimizers have, sees what the second try adds."""
+        """A view of a gradient, as some optimizers have, sees what the second try adds."""
         model, inputs = self.plain(), self.torch.randn(8, 6)
         model(inputs).square().mean().backward()
         views = [parameter.grad.view(-1) for parameter in model.parameters()]
@@ -139,7 +141,7 @@ class Gradients(ExactCase):
         for parameter, view, grad, before in zip(model.parameters(), views, held, expected):
             self.assertIs(parameter.grad, grad)
             self.assert_close([view], [2 * before])
-        # Also if the failed try has put another in its place.
+        # Also if the failed try has replaced the tensor.
         with mock.patch.object(cushion._retry._tries._Run, "_prepare_next", lambda run: "enough"):
             again.side_effect = [self.out_of_memory()]
             with self.assertRaises(RuntimeError):
@@ -147,13 +149,13 @@ class Gradients(ExactCase):
         for parameter, grad in zip(model.parameters(), held):
             self.assertIs(parameter.grad, grad)
 
-    def test_none_is_none_again(self) -> None:
+    def test_missing_gradients_are_none_again(self) -> None:
         model, inputs = self.plain(), self.torch.randn(8, 6)
         for parameter in model[0].parameters():
             parameter.grad = self.torch.ones_like(parameter)
         with self.assertRaises(RuntimeError):
             cushion.retry(self.step(model, fails=9), inputs, grads=model)
-        # It gave up: nothing was added.
+        # It gave up, so nothing was added.
         self.assertTrue(all(parameter.grad is None for parameter in model[2].parameters()))
         for parameter in model[0].parameters():
             self.assert_equal_bits([parameter.grad], [self.torch.ones_like(parameter)])
@@ -197,8 +199,8 @@ class Gradients(ExactCase):
         self.assertTrue(embed.weight.grad.is_sparse)
         self.assert_close(self.gradients(model), expected)
 
-    def test_where_there_is_no_room_for_copies(self) -> None:
-        """They are made on the host: here by another way than clone(), which fails."""
+    def test_without_room_for_copies(self) -> None:
+        """The copies are made on the host, without clone(), which fails here."""
         model, inputs = self.plain(), self.torch.randn(8, 6)
         model(inputs).square().mean().backward()
         before = [parameter.grad.clone() for parameter in model.parameters()]
@@ -207,7 +209,7 @@ class Gradients(ExactCase):
         self.assert_close(self.gradients(model), [2 * it for it in before])
 
     def notes(self, error: BaseException) -> str:
-        # Python 3.11 and later.
+        # Python 3.10 has no notes.
         return " ".join(getattr(error, "__notes__", ["grads=model step() afterwards"]))
 
     def test_a_failure_in_backward_without_grads(self) -> None:
@@ -242,9 +244,9 @@ class Gradients(ExactCase):
         with self.assertRaises(RuntimeError) as raised:
             cushion.retry(self.step(model), inputs)
         self.assertIn("grads=model", self.notes(raised.exception))
-        # Once, and not twice.
+        # Added once, not twice.
         self.assert_equal_bits(self.gradients(model), expected)
-        # The program takes care of them itself.
+        # The program restores the gradients itself.
         cushion.retry(self.step(model), inputs, reset=lambda: model.zero_grad())
         self.assert_equal_bits(self.gradients(model), expected)
         # A failure before backward() has added nothing.
@@ -258,21 +260,10 @@ class Gradients(ExactCase):
         self.assert_equal_bits(self.gradients(model), expected)
 
 
-class Buffers(ExactCase):
+class Buffers(StateCase):
     def normed(self) -> Any:
         nn = self.torch.nn
         return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Dropout(0.5), nn.Linear(5, 2))
-
-    def failing(self, model: Any, times: int) -> Any:
-        left = [times]
-
-        def step(inputs: Any) -> None:
-            model(inputs).square().mean().backward()
-            if left[0] > 0:
-                left[0] -= 1
-                raise self.out_of_memory()
-
-        return step
 
     def state(self, model: Any) -> list[Any]:
         found = [buffer.clone() for buffer in model.buffers()] + self.gradients(model)
@@ -287,7 +278,7 @@ class Buffers(ExactCase):
         wrapped = self.torch.nn.Sequential(model)
         self.start = [buffer.clone() for buffer in model.buffers()]
         self.torch.manual_seed(3)
-        self.failing(model, 0)(inputs)
+        self.step(model, 0)(inputs)
         expected = self.state(model)
         self.assertEqual(int(expected[2]), 1, "one batch was tracked")
         for name, grads in {
@@ -297,39 +288,39 @@ class Buffers(ExactCase):
             "parameters": list(model.parameters()),
         }.items():
             with self.subTest(name):
-                cushion.retry(self.failing(model, 2), inputs, grads=grads)
+                cushion.retry(self.step(model, 2), inputs, grads=grads)
                 self.assert_equal_bits(self.state(model), expected)
 
     def test_modules_are_found_by_their_parameters(self) -> None:
-        """An optimizer, or parameters alone: the modules that own them, and those inside of these, are found once."""
+        """Given an optimizer or parameters, the modules that own them are searched for once."""
         model, inputs = self.normed(), self.torch.randn(8, 6) + 5
         self.start = [buffer.clone() for buffer in model.buffers()]
         self.torch.manual_seed(3)
-        self.failing(model, 0)(inputs)
+        self.step(model, 0)(inputs)
         expected = self.state(model)
         for grads in (self.torch.optim.SGD(model.parameters(), 0.1), list(model.parameters())):
             with mock.patch.object(gc, "get_objects", wraps=gc.get_objects) as searched:
                 for _ in range(3):
-                    # A step of its own each time, as in a loop that makes it anew.
-                    step = self.failing(model, 2)
+                    # A new step each time, as in a loop that defines it.
+                    step = self.step(model, 2)
                     cushion.retry(lambda inputs: step(inputs), inputs, grads=grads)
                     self.assert_equal_bits(self.state(model), expected)
             searched.assert_called_once()
-        # Another group of parameters is another search.
+        # A new parameter group starts a new search.
         optimizer = self.torch.optim.SGD(model.parameters(), 0.1)
         other = self.normed()
-        cushion.retry(self.failing(model, 1), inputs, grads=optimizer)
+        cushion.retry(self.step(model, 1), inputs, grads=optimizer)
         optimizer.add_param_group({"params": list(other.parameters())})
         tracked = other[1].num_batches_tracked
-        cushion.retry(self.failing(other, 1), inputs, grads=optimizer)
+        cushion.retry(self.step(other, 1), inputs, grads=optimizer)
         self.assertEqual(int(tracked), 1)
 
     def test_a_search_among_all_objects(self) -> None:
-        """Some of them cannot be looked at, and some that are wanted cannot be seen."""
+        """Some objects raise when they are inspected, and frozen objects are hidden from the search."""
         model, inputs = self.normed(), self.torch.randn(8, 6) + 5
-        # Modules that own each other.
+        # Modules that own each other in a cycle.
         model[0].owner = model
-        # What is frozen is not among those that a search sees. The step names it.
+        # gc.get_objects() does not return frozen objects. The step refers to this one.
         gc.freeze()
 
         class Gone:
@@ -345,17 +336,17 @@ class Buffers(ExactCase):
                 raise RuntimeError("not now")
 
         strange = Strange()
-        # As a search by isinstance() would find out.
+        # isinstance() on these objects raises.
         for one, error in ((dead, ReferenceError), (strange, RuntimeError)):
             with self.assertRaises(error):
                 isinstance(one, self.torch.nn.Module)
-        for step in (self.failing(model, 1), functools.partial(self.failing(model, 1))):
+        for step in (self.step(model, 1), functools.partial(self.step(model, 1))):
             before = int(model[1].num_batches_tracked)
             cushion.retry(step, inputs, grads=self.torch.optim.SGD(model.parameters(), 0.1))
             self.assertEqual(int(model[1].num_batches_tracked), before + 1)
         del dead, strange
 
-    def test_buffers_that_a_step_puts_another_tensor_in_the_place_of(self) -> None:
+    def test_buffers_that_a_step_replaces(self) -> None:
         torch = self.torch
 
         class Averages(torch.nn.Module):  # type: ignore[misc, name-defined]
@@ -374,7 +365,7 @@ class Buffers(ExactCase):
                 return inputs * self.weight - self.mean
 
         model, inputs = Averages(), torch.randn(8, 6)
-        cushion.retry(self.failing(model, 2), inputs, grads=model)
+        cushion.retry(self.step(model, 2), inputs, grads=model)
         self.assert_equal_bits([model.mean, model.first], [0.1 * inputs.mean(dim=0), inputs[0]])
 
     def test_in_evaluation_they_are_not_copied(self) -> None:
@@ -384,7 +375,7 @@ class Buffers(ExactCase):
         copied.assert_not_called()
 
 
-class RandomNumbers(ExactCase):
+class RandomNumbers(StateCase):
     def test_of_pytorch_numpy_and_python(self) -> None:
         import numpy
 
@@ -409,7 +400,7 @@ class RandomNumbers(ExactCase):
             self.torch.manual_seed(start)
             numpy.random.seed(start)
             random.seed(start)
-            # As if it had gone well at once.
+            # The same numbers as in a step without a failure.
             self.assertEqual((draw(), draw()), (drawn[0], after))
 
     def test_when_it_gives_up(self) -> None:
@@ -426,20 +417,11 @@ class RandomNumbers(ExactCase):
         self.assert_equal_bits([self.torch.rand(3)], [expected])
 
     def test_a_whole_step_in_training(self) -> None:
-        """Dropout draws the same masks, and batch norm learns the same: equal to the bit."""
+        """Dropout draws the same masks, and batch norm has the same statistics: equal to the bit."""
         nn = self.torch.nn
         model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2))
         inputs = self.torch.randn(8, 6)
-        left = [2]
-
-        def step(inputs: Any) -> Any:
-            loss = model(inputs).square().mean()
-            loss.backward()
-            if left[0] > 0:
-                left[0] -= 1
-                raise self.out_of_memory()
-            return loss.detach()
-
+        step = self.step(model, 2)
         start = [buffer.clone() for buffer in model.buffers()]
         self.torch.manual_seed(5)
         got = cushion.retry(step, inputs, grads=model)

@@ -1,8 +1,8 @@
 """Every loss with every model, and a failure at every operation of the step, forward and backward.
 
-A mode of PyTorch's dispatcher sees each operation and raises out of memory at the n-th. The step is then tried again as
-it is, or in 2 and 4 parts. Its gradients are compared with those of a step without failures: equal to the bit where the
-whole is run again, and within 1e-12 in float64 where parts of it are added up."""
+A mode of PyTorch's dispatcher sees each operation and raises out of memory at the n-th. The step is then tried again
+whole, or in 2 and 4 parts. Its gradients are compared with those of a step without failures: equal to the bit if the
+whole runs again, and within 1e-12 in float64 if parts are added up."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ class TableCase(ExactCase):
         self.mode = make_mode(self.out_of_memory)
         with self.mode:
             self.torch.ones(2).sum()
-        # What the first use of the mode has imported: each failed try would look through it.
+        # Otherwise each failed try runs a full collection over all objects that the mode has imported.
         gc.collect()
         gc.freeze()
-        # One line for each of thousands of failures.
+        # Otherwise thousands of failures log a line each.
         logging.getLogger("cushion").setLevel(logging.ERROR)
         torch = self.torch
         self.of_class = torch.tensor([0.1, 3.0, 0.7, 1.9])
         labels = torch.randint(0, CLASSES, (ROWS, LENGTH))
         for row in range(ROWS):
             labels[row, 1 + row % LENGTH :] = -100
-        # A part of two rows has no labels at all.
+        # The last two rows have no labels.
         labels[-2:] = -100
         targets, masks = torch.randn(ROWS, LENGTH, CLASSES), (torch.rand(ROWS, LENGTH, WIDTH) > 0.5).double() * 2
         self.batches = [(torch.randn(ROWS, LENGTH, 6), labels, targets, masks) for _ in range(MICRO_BATCHES)]
@@ -106,7 +106,7 @@ class TableCase(ExactCase):
         return dict(zip(LOSSES, (mean, total, labelled, weighted, several)))[kind]
 
     def adding(self, kind: str) -> dict[str, Any]:
-        """How parts of a loss add up."""
+        """Returns the options that state how parts of a loss add up."""
 
         def labels_in(inputs: Any, labels: Any, targets: Any, masks: Any) -> Any:
             return (labels != -100).sum()
@@ -122,7 +122,7 @@ class TableCase(ExactCase):
     def step(self, loss_kind: str, model_kind: str, net: Any) -> Callable[..., Any]:
         loss_of = self.loss(loss_kind, net)
         scaler = self.torch.amp.GradScaler("cpu", init_scale=65536.0)
-        # It makes its tensors at its first use.
+        # A GradScaler creates its tensors at its first use.
         scaler.scale(self.torch.ones(1))
 
         def backward(loss: Any) -> Any:
@@ -132,7 +132,7 @@ class TableCase(ExactCase):
             return loss.detach()
 
         if loss_kind == "several terms":
-            # Only this one takes its share.
+            # Only this step takes `share`.
             def step(inputs: Any, labels: Any, targets: Any, masks: Any, share: float = 1.0) -> Any:
                 with self.mode:
                     return backward(loss_of(inputs, labels, targets, masks, share=share))
@@ -151,12 +151,12 @@ class TableCase(ExactCase):
     # ---- failures ----
 
     def fail_at(self, *operations: int) -> None:
-        """From now on these operations of steps fail, counted from 0 over all tries."""
+        """Makes these operations of steps fail, counted from 0 over all tries."""
         self.mode.seen, self.mode.failing = 0, operations
 
 
 def make_mode(out_of_memory: Callable[[], Exception]) -> Any:
-    """What sees the operations of steps, and makes them fail."""
+    """Returns a dispatch mode that counts the operations of steps, and makes them fail."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Mode(TorchDispatchMode):  # type: ignore[misc]
@@ -174,7 +174,7 @@ def make_mode(out_of_memory: Callable[[], Exception]) -> Any:
 
 class Whole(TableCase):
     def check(self, loss_kind: str, model_kind: str) -> int:
-        """Returns how many failures there were."""
+        """Checks one case. Returns the number of failures."""
         torch = self.torch
         net = self.net(model_kind)
         step, batches = self.step(loss_kind, model_kind, net), self.micro_batches(model_kind)
@@ -198,7 +198,7 @@ class Whole(TableCase):
             self.fail_at(at)
             got = [cushion.retry(step, *batch, grads=net) for batch in batches]
             self.assert_equal_bits([*got, *state()], [*losses, *expected])
-        # Each of them was one.
+        # Each failure led to one retry.
         self.assertEqual(cushion.retry_stats()["retried"] - before, number)
         return number
 
@@ -230,18 +230,18 @@ class InParts(TableCase):
             self.assert_close(self.gradients(net), expected)
 
         def lost(calls: list[tuple[int, ...]]) -> int:
-            """How many tries more than calls there were."""
+            """Returns how many more tries than calls there were."""
             before = retried.stats()
             for operations in calls:
                 run(*operations)
             after = retried.stats()
             return after["tries"] - before["tries"] - (after["calls"] - before["calls"])
 
-        # A failure in the whole: it goes on in two parts. In accumulation the last micro-batch is the one that fails.
+        # A failure in the whole: the step goes on in two parts. With accumulation, the last micro-batch fails.
         start = number * (len(batches) - 1)
         in_whole = [(start + at,) for at in range(0, number, every)]
         self.assertEqual(lost(in_whole), len(in_whole))
-        # And one in either of the two parts: it goes on in four.
+        # A second failure, in one of the two parts: the step goes on in four parts.
         in_parts = [(start, start + 1 + at) for at in range(0, 2 * number, every)]
         self.assertEqual(lost(in_parts), 2 * len(in_parts))
         self.assertEqual(retried.stats()["split"], len(in_whole) + len(in_parts))

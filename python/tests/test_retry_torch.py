@@ -13,7 +13,7 @@ import cushion
 
 
 class WithTorch(TorchCase):
-    """On the CPU: nothing here is about an allocator."""
+    """On the CPU, without Cushion as the allocator."""
 
     policy = None
 
@@ -33,7 +33,7 @@ class WithTorch(TorchCase):
         def step(inputs: Any, targets: Any, share: float = 1.0) -> Any:
             loss = torch.nn.functional.mse_loss(model(inputs), targets) * share
             loss.backward()
-            # After the fact: what was added to the gradients has to be taken back.
+            # Fails after backward(), so that the gradients have to be restored.
             if len(inputs) > room:
                 raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
             return loss.detach()
@@ -47,7 +47,7 @@ class WithTorch(TorchCase):
                 torch.testing.assert_close(loss, whole)
                 torch.testing.assert_close([parameter.grad for parameter in model.parameters()], expected)
 
-    def test_outputs_are_joined_by_those_who_know_how(self) -> None:
+    def test_combine_joins_outputs(self) -> None:
         torch = self.install()
         model = self.model()
         inputs = torch.randn(11, 6).double()
@@ -61,7 +61,7 @@ class WithTorch(TorchCase):
         outputs = cushion.retry(infer, inputs, split=cushion.split_batch, combine=torch.cat)
         torch.testing.assert_close(outputs, model(inputs).detach())
         self.assertEqual(len(cushion.retry(infer, inputs, split=cushion.split_batch, combine=list)), 4)
-        # A module takes whatever its forward() takes, which is no `share`.
+        # The forward() of a module does not take `share`.
         self.assertEqual(cushion.retry(model, inputs, split=cushion.split_batch, combine=torch.cat).shape, (11, 2))
 
     def test_along_another_dimension(self) -> None:
@@ -88,7 +88,7 @@ class WithTorch(TorchCase):
         mean = cushion.retry(step, inputs, split=cushion.split_batch.along(1), loss="mean", grads=())
         torch.testing.assert_close(mean, inputs.mean())
 
-    def test_random_numbers_begin_again(self) -> None:
+    def test_each_try_gets_the_same_random_numbers(self) -> None:
         torch = self.install()
         drawn: list[Any] = []
 
@@ -103,7 +103,7 @@ class WithTorch(TorchCase):
         self.assertNotEqual(drawn[2], drawn[3])
         self.assertIs(torch.cuda.is_initialized(), False)
 
-    def test_random_numbers_of_the_gpu_begin_again(self) -> None:
+    def test_each_try_gets_the_same_random_numbers_of_the_gpu(self) -> None:
         torch = self.install()
         torch.cuda.init()
         torch.cuda.manual_seed(5)
@@ -154,8 +154,8 @@ class Refused(TorchCase):
         self.assertEqual(seen, [8, 4, 4, 4, 4])
         self.assertEqual(torch.cuda.memory_allocated(), 0)
 
-    def test_what_the_failed_try_held_is_there_for_the_next(self) -> None:
-        # Also what it cached: with 300 MiB of its 400 in use again, 200 more there would not be.
+    def test_the_memory_of_the_failed_try_is_free_for_the_next(self) -> None:
+        # Also its cached memory: if 300 of the cached 400 MiB were used again, another 200 MiB would not fit.
         torch = self.install()
         sizes = [400, 300]
 

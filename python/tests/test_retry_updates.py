@@ -1,5 +1,5 @@
-"""What is done once per step: updates by an optimizer, and a GradScaler that unscales. A step that does so inside of
-`cushion.retry` is tried again where that is right, and refused where it would be done twice."""
+"""Calls that must happen once per step: an optimizer's update, and the unscaling of a GradScaler. A step that makes
+them inside `cushion.retry` is tried again if that is right, and refused if they would happen twice."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ import cushion
 
 class Updates(ExactCase):
     def note(self, error: BaseException) -> str:
-        # Python 3.11 and later have notes.
+        # Python 3.10 has no notes.
         return " ".join(getattr(error, "__notes__", ["an optimizer has changed the parameters"]))
 
-    def test_inside_of_a_step_that_may_be_split(self) -> None:
-        """Refused at the first call, with memory enough: in parts there would be several updates."""
+    def test_inside_a_step_that_may_be_split(self) -> None:
+        """Refused at the first call, without a shortage: in parts there would be several updates."""
         model, inputs = self.plain(), self.torch.randn(8, 6)
         optimizer = self.torch.optim.AdamW(model.parameters(), 0.1)
         before = [parameter.detach().clone() for parameter in model.parameters()]
@@ -32,13 +32,11 @@ class Updates(ExactCase):
             optimizer.step()
             return loss.detach()
 
-        with self.assertRaisesRegex(
-            RuntimeError, r"AdamW\.step\(\) is called inside of a step that may be run in parts"
-        ):
+        with self.assertRaisesRegex(RuntimeError, r"AdamW\.step\(\) is called inside a step that may run in parts"):
             step(inputs)
         self.assert_equal_bits([parameter.detach() for parameter in model.parameters()], before)
 
-    def test_a_failure_after_an_update_is_the_end(self) -> None:
+    def test_no_retry_after_an_update(self) -> None:
         model, inputs = self.plain(), self.torch.randn(8, 6)
         optimizer = self.torch.optim.SGD(model.parameters(), 0.1)
         calls: list[int] = []
@@ -56,7 +54,7 @@ class Updates(ExactCase):
             cushion.retry(step, inputs, grads=model)
         self.assertEqual(len(calls), 1)
         self.assertIn("an optimizer has changed the parameters", self.note(raised.exception))
-        # Without a failure a whole step may update.
+        # A whole step may update if nothing fails.
         fails = False
         cushion.retry(step, inputs, grads=model)
 
@@ -80,8 +78,8 @@ class Updates(ExactCase):
             updated.append([parameter.detach().clone() for parameter in model.parameters()])
         self.assert_equal_bits(*updated)
 
-    def test_an_update_that_fails_is_the_end(self) -> None:
-        """Some parameters may be updated by then."""
+    def test_no_retry_after_a_failed_update(self) -> None:
+        """Some parameters may have been updated by then."""
         calls: list[int] = []
         model, inputs = self.plain(), self.torch.randn(8, 6)
 
@@ -101,7 +99,7 @@ class Updates(ExactCase):
         self.assertEqual(len(calls), 1)
         self.assertIn("an optimizer has changed the parameters", self.note(raised.exception))
 
-    def test_on_a_thread_of_autograd_s(self) -> None:
+    def test_on_a_thread_of_autograd(self) -> None:
         """With tensors on a GPU, hooks of backward() run on threads that Python did not start."""
         model, inputs = self.plain(), self.torch.randn(8, 6)
         optimizer = self.torch.optim.SGD(model.parameters(), 0.1)
@@ -136,13 +134,13 @@ class Updates(ExactCase):
 
         fails = False
         cushion.retry(step, inputs, split=cushion.split_batch, loss="mean", grads=model)
-        self.assertIn("SGD.step() is called inside of a step that may be run in parts", str(seen[0]))
+        self.assertIn("SGD.step() is called inside a step that may run in parts", str(seen[0]))
         fails = True
         with self.assertRaises(RuntimeError) as raised:
             cushion.retry(step, inputs, grads=model)
         self.assertEqual((len(calls), seen[1:]), (2, [None]))
         self.assertIn("an optimizer has changed the parameters", self.note(raised.exception))
-        # Outside of backward() a thread that nobody knows is nobody's.
+        # Outside backward(), a thread that Python did not start belongs to no attempt.
         _thread.start_new_thread(update, ())
         done.acquire()
         self.assertIsNone(seen[-1])
@@ -163,12 +161,12 @@ class Updates(ExactCase):
         def step(rows: Any) -> None:
             model.weight.view(2, 2).backward(torch.empty(2, 2, device="cuda"))
 
-        with self.assertRaisesRegex(RuntimeError, r"SGD\.step\(\) is called inside of a step that may be run in parts"):
+        with self.assertRaisesRegex(RuntimeError, r"SGD\.step\(\) is called inside a step that may run in parts"):
             cushion.retry(step, torch.zeros(4, 1), split=cushion.split_batch, loss="mean", grads=model)
         self.assertNotIn(threading.get_ident(), threads)
 
-    def test_another_thread_s_update(self) -> None:
-        """A program trains something else meanwhile."""
+    def test_an_update_on_another_thread(self) -> None:
+        """The program trains another model at the same time."""
         model, other, inputs = self.plain(), self.plain(), self.torch.randn(8, 6)
         optimizer = self.torch.optim.SGD(other.parameters(), 0.1)
         updates: list[str] = []
@@ -199,7 +197,7 @@ class Scalers(ExactCase):
         return self.torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1)
 
     def test_a_whole_step_that_unscales_and_clips(self) -> None:
-        """The second try unscales again, and gets what one that never failed gets."""
+        """The second try unscales again, with the same result as a step without a failure."""
         torch = self.torch
         inputs, found = torch.randn(8, 6), []
         for failures in (0, 1, 2):
@@ -229,7 +227,7 @@ class Scalers(ExactCase):
             self.assert_equal_bits(got, found[0])
 
     def test_a_step_of_the_scaler_that_skips_the_update(self) -> None:
-        """There is no update for gradients that are infinite, so such a step may be tried again."""
+        """A GradScaler skips the update if gradients are infinite, so such a step may be tried again."""
         torch = self.torch
         model, scaler = self.plain(), self.scaler()
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -246,11 +244,11 @@ class Scalers(ExactCase):
                 raise self.out_of_memory()
 
         cushion.retry(step, inputs, grads=optimizer)
-        # Halved once, and not for each try.
+        # Halved once, not for each try.
         self.assertEqual(scaler.get_scale(), 512.0)
         self.assert_equal_bits([parameter.detach() for parameter in model.parameters()], before)
 
-    def test_inside_of_a_step_that_may_be_split(self) -> None:
+    def test_inside_a_step_that_may_be_split(self) -> None:
         torch = self.torch
         model, scaler, inputs = self.plain(), self.scaler(), torch.randn(8, 6)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -262,10 +260,10 @@ class Scalers(ExactCase):
                 getattr(scaler, call)(*(() if call == "update" else (optimizer,)))
                 return loss.detach()
 
-            with self.assertRaisesRegex(RuntimeError, rf"GradScaler\.{call}\(\) is called inside of a step"):
+            with self.assertRaisesRegex(RuntimeError, rf"GradScaler\.{call}\(\) is called inside a step"):
                 cushion.retry(step, inputs, split=cushion.split_batch, loss="mean", grads=optimizer)
 
-    def test_outside_of_a_step_in_parts(self) -> None:
+    def test_outside_a_step_in_parts(self) -> None:
         torch = self.torch
         inputs, found = torch.randn(8, 6), []
         for room in (8, 3):

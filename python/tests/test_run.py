@@ -1,5 +1,5 @@
-"""`cushion run`: which program is started, with what, that its torch gets Cushion once, and what happens where it
-cannot."""
+"""`cushion run`: the program it starts, its environment, that torch gets Cushion once, and what happens if torch cannot
+use Cushion."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import support
 
-# Installing is not what is tested here: `cushion.install` is replaced by a line of output.
+# `cushion.install` is replaced by a line of output: it is not tested here.
 FAKE_TORCH = "import cushion\ncushion.install = lambda *_: print('install')\nprint('torch')\n"
 
 
@@ -44,7 +44,7 @@ class Case(unittest.TestCase):
 class Run(Case):
     # ---- which program ----
 
-    def test_arguments_reach_a_file_unread(self) -> None:
+    def test_arguments_are_passed_unchanged_to_a_file(self) -> None:
         program = self.write("program.py", "import sys; print(sys.argv, __name__)")
         given = ["a b", "--policy", "best", "-m", "--help", "--", ""]
         self.assert_prints([f"{[str(program), *given]} __main__"], str(program), *given)
@@ -57,11 +57,11 @@ class Run(Case):
         self.write("bin/tool", f"#!/bin/sh\nexec {sys.executable} -c 'import sys; print(sys.argv[1:])' \"$@\"\n", 0o755)
         self.assert_prints(["['1', '2 3']"], "tool", "1", "2 3", PATH=f"{self.folder}/bin:{os.environ['PATH']}")
 
-    def test_a_file_that_is_executable_runs_by_itself(self) -> None:
+    def test_an_executable_file_is_executed(self) -> None:
         tool = self.write("tool", '#!/bin/sh\necho "shell $1"\n', 0o755)
         self.assert_prints(["shell x"], str(tool), "x")
 
-    def test_a_python_file_that_is_executable_runs_under_this_python(self) -> None:
+    def test_an_executable_python_file_runs_under_this_python(self) -> None:
         program = self.write("program.py", "import sys; print(sys.executable)", 0o755)
         self.assert_prints([sys.executable], str(program))
 
@@ -72,14 +72,14 @@ class Run(Case):
         dies = self.write("dies.py", "import os, signal; os.kill(os.getpid(), signal.SIGTERM)")
         self.assertEqual(self.cushion_run(str(dies)).returncode, -15)
 
-    def test_what_is_missing_is_said(self) -> None:
+    def test_missing_programs(self) -> None:
         done = self.cushion_run("no_such_program", "x")
         self.assertEqual(done.returncode, 2)
         self.assertIn("no_such_program", done.stderr)
         self.assertNotIn("Traceback", done.stderr)
         done = self.cushion_run()
         self.assertEqual(done.returncode, 2)
-        self.assertIn("which program?", done.stderr)
+        self.assertIn("PROGRAM is missing", done.stderr)
 
     def test_help(self) -> None:
         done = self.cushion_run("--help")
@@ -113,11 +113,11 @@ class Run(Case):
         self.assert_prints([f"{receipts} nth=5"], "--receipts", "a.jsonl", "--inject", "nth=5", str(other))
         done = self.cushion_run("--inject", "soon", str(other))
         self.assertEqual(done.returncode, 2)
-        self.assertIn("`soon` is no rule for injected failures", done.stderr)
+        self.assertIn("`soon` is not a rule for injected failures", done.stderr)
 
-    # ---- what happens in the program ----
+    # ---- inside the program ----
 
-    def test_torch_gets_cushion_once_after_it_is_whole(self) -> None:
+    def test_torch_gets_cushion_once_after_its_import(self) -> None:
         self.write("lib/torch/__init__.py", FAKE_TORCH)
         self.write("lib/torch/nn.py", "")
         program = self.write(
@@ -137,7 +137,7 @@ class Run(Case):
         program = self.write("p.py", "import sys; print('cushion' in sys.modules, 'torch' in sys.modules)")
         self.assert_prints(["False False"], str(program))
 
-    def test_a_program_that_misses_torch_sees_python_s_own_error(self) -> None:
+    def test_without_torch_the_program_gets_the_error_of_python(self) -> None:
         code = """
             import importlib.util, sys
             sys.path[:] = [entry for entry in sys.path if "site-packages" not in entry]
@@ -149,19 +149,19 @@ class Run(Case):
             """
         self.assert_prints(["None", "No module named 'torch'"], str(self.write("p.py", code)))
 
-    def test_looking_for_torch_is_not_importing_it(self) -> None:
+    def test_find_spec_of_torch_does_not_install(self) -> None:
         self.write("lib/torch/__init__.py", FAKE_TORCH)
         code = "import importlib.util\nprint(importlib.util.find_spec('torch') is not None)\nimport torch\n"
         path = f"{self.folder}/lib:{support.environment()['PYTHONPATH']}"
         self.assert_prints(["True", "torch", "install"], str(self.write("p.py", code)), PYTHONPATH=path)
 
-    def test_an_error_in_torch_s_import_is_the_program_s_to_see(self) -> None:
+    def test_an_error_in_the_import_of_torch_reaches_the_program(self) -> None:
         self.write("lib/torch/__init__.py", "raise OSError('a library is missing')")
         code = "try:\n    import torch\nexcept OSError as error:\n    print(error)\n"
         path = f"{self.folder}/lib:{support.environment()['PYTHONPATH']}"
         self.assert_prints(["a library is missing"], str(self.write("p.py", code)), PYTHONPATH=path)
 
-    def test_after_a_failed_import_the_next_gets_it(self) -> None:
+    def test_after_a_failed_import_the_next_installs(self) -> None:
         self.write(
             "lib/torch/__init__.py", "import os\nif os.environ.pop('FAIL', None):\n    raise OSError\n" + FAKE_TORCH
         )
@@ -195,7 +195,7 @@ class Run(Case):
         path = f"{self.folder}/lib:{support.environment()['PYTHONPATH']}"
         self.assert_prints(["torch", "install", "0"], str(self.write("p.py", code)), PYTHONPATH=path)
 
-    def test_a_sitecustomize_that_is_hidden_runs_too(self) -> None:
+    def test_a_hidden_sitecustomize_runs_too(self) -> None:
         self.write("lib/sitecustomize.py", "print('theirs', __name__)\nFLAG = 1\n")
         program = self.write("p.py", "import sitecustomize; print(hasattr(sitecustomize, '_AfterTorch'))")
         path = f"{self.folder}/lib:{support.environment()['PYTHONPATH']}"
@@ -204,20 +204,20 @@ class Run(Case):
         self.assertEqual(done.stdout.splitlines()[-2:], ["theirs sitecustomize", "True"], done.stderr)
         self.assertEqual(done.stdout.count("theirs"), 1 + 1, done.stdout)
 
-    def test_a_broken_sitecustomize_shows(self) -> None:
+    def test_an_error_in_a_hidden_sitecustomize_is_shown(self) -> None:
         self.write("lib/sitecustomize.py", "import no_such_module_of_theirs")
         path = f"{self.folder}/lib:{support.environment()['PYTHONPATH']}"
         done = self.cushion_run(str(self.write("p.py", "print('on')")), PYTHONPATH=path)
         self.assertIn("no_such_module_of_theirs", done.stderr)
         self.assertEqual(done.stdout, "on\n")
 
-    def test_the_program_s_own_path_is_kept(self) -> None:
+    def test_the_path_of_the_program_is_kept(self) -> None:
         self.write("lib/thing.py", "print('thing')")
         path = f"{self.folder}/lib:{support.environment()['PYTHONPATH']}"
         self.assert_prints(["thing"], str(self.write("p.py", "import thing")), PYTHONPATH=path)
 
 
-# What `cushion.install()` looks at before anything else.
+# The attributes that `cushion.install()` checks first.
 TORCHES = {
     "without CUDA": {"version": "2.11.0+cpu", "cuda": None},
     "too old": {"version": "2.2.2+cu121", "cuda": "12.1"},
@@ -227,7 +227,7 @@ TORCHES = {
 
 
 def torch_that_refuses(version: str, cuda: str | None = None, hip: str | None = None, initialised: bool = False) -> str:
-    """As PyTorch, it cannot be imported again in a process after an import that failed."""
+    """Returns a fake torch. Like PyTorch, it cannot be imported again after a failed import."""
     return f"""
         import sys, types
         if hasattr(sys, "torch_was_here"):
@@ -240,7 +240,7 @@ def torch_that_refuses(version: str, cuda: str | None = None, hip: str | None = 
 
 
 class WhereItCannot(Case):
-    """Programs whose torch cannot use Cushion run with PyTorch's own allocator, and are told so once."""
+    """Programs whose torch cannot use Cushion run with PyTorch's own allocator, with one message."""
 
     PROGRAM = """
         import torch
@@ -270,8 +270,8 @@ class WhereItCannot(Case):
                 )
                 self.assertIn(why, line)
 
-    def test_a_bad_setting(self) -> None:
-        """The program has changed it since `cushion run` looked."""
+    def test_an_invalid_option(self) -> None:
+        """The program has changed the variable after the check of `cushion run`."""
         self.write("lib/torch/__init__.py", torch_that_refuses(**TORCHES["without CUDA"]))
         program = self.write("p.py", "import os\nos.environ['CUSHION_POLICY'] = 'best'\nimport torch\nprint('on')")
         done = self.cushion_run(str(program), PYTHONPATH=self.path())
@@ -294,7 +294,7 @@ class WhereItCannot(Case):
         self.assertEqual((done.stdout, done.returncode), ("on\n", 0))
 
     def test_warnings_that_are_errors(self) -> None:
-        """Cushion is installed then, and only its warning is told otherwise."""
+        """Cushion is installed, and its warning becomes a message."""
         self.write(
             "lib/torch/__init__.py",
             "import cushion\ndef no():\n    raise UserWarning('it is slow')\ncushion.install = no\n",
@@ -324,7 +324,7 @@ class WhereItCannot(Case):
 
     # ---- other environments ----
 
-    # A child whose path holds what `cushion run` put there, and this.
+    # Starts a child whose path has the folder of `cushion run`, and this one.
     START = """
         import os, subprocess, sys
         ours = os.environ["PYTHONPATH"].split(os.pathsep)[0]
@@ -332,10 +332,10 @@ class WhereItCannot(Case):
         sys.exit(subprocess.run([sys.executable, {program!r}], env=env).returncode)
         """
 
-    def test_an_environment_without_cushion_gets_cushion_alone(self) -> None:
+    def test_an_environment_without_cushion_gets_only_cushion(self) -> None:
         import importlib.util
 
-        # Where `cushion run` finds the package, with another beside it.
+        # The folder that `cushion run` finds the package in, with another package in it.
         found = importlib.util.find_spec("cushion")
         assert found is not None and found.submodule_search_locations is not None
         beside = self.folder / "packages"
@@ -359,7 +359,7 @@ class WhereItCannot(Case):
         path = f"{beside}:{support.environment()['PYTHONPATH']}"
         self.assert_prints(["torch", "install", "True", "None True"], str(program), PYTHONPATH=path)
 
-    def test_an_environment_with_a_cushion_of_its_own_uses_that(self) -> None:
+    def test_an_environment_with_its_own_cushion_uses_that(self) -> None:
         self.write("lib/torch/__init__.py", "print('torch')")
         self.write("lib/cushion/__init__.py", "def install():\n    print('its own')\n")
         child = self.write("child.py", "import torch")
@@ -369,7 +369,7 @@ class WhereItCannot(Case):
 
 @support.needs_torch
 class WithTorch(unittest.TestCase):
-    """The real thing."""
+    """With PyTorch itself."""
 
     def test_a_program_that_goes_on_without_cushion(self) -> None:
         code = """

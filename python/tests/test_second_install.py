@@ -1,18 +1,15 @@
-"""A second `cushion.install()` changes what it is given, and nothing else."""
+"""A second `cushion.install()` changes the options it is given, and nothing else."""
 
 from __future__ import annotations
 
 import os
-import signal
-import sys
 import tempfile
-import threading
 import unittest
 from pathlib import Path
 from typing import Any
 
 from simulated import Simulated
-from support import MIB, TorchCase, process
+from support import MIB, TorchCase, fork_while, process
 
 
 class SecondInstall(TorchCase):
@@ -24,12 +21,12 @@ class SecondInstall(TorchCase):
         self.folder = Path(folder.name)
 
     def short(self, torch: Any, size: int = 2048 * MIB) -> None:
-        """Asks for more than there is."""
+        """Allocates more than the device has."""
         with self.assertRaises(torch.cuda.OutOfMemoryError):
             torch.empty(size, dtype=torch.uint8, device="cuda")
 
     def fails(self, torch: Any) -> bool:
-        """Whether a small allocation is made to fail."""
+        """Returns whether an injected failure hits a small allocation."""
         try:
             torch.empty(MIB, dtype=torch.uint8, device="cuda")
         except torch.cuda.OutOfMemoryError:
@@ -71,7 +68,7 @@ class SecondInstall(TorchCase):
         cushion.install(wait_ms=0)
         given = {"paged:False", "max_split_size_mb:64", "garbage_collection_threshold:0.5"}
         self.assertEqual(self.conf(), {*given, "wait_ms:0"})
-        # To its default again.
+        # Back to its default.
         cushion.install(wait_ms=3000)
         self.assertEqual(self.conf(), given)
         cushion.install(conf="max_split_size_mb:80", skip_rungs=["wait"])
@@ -89,13 +86,13 @@ class SecondInstall(TorchCase):
             self.assertEqual(self.conf() - {"paged:False"} | {named}, {"wait_ms:0", named})
             cushion.install(wait_ms=0)
             self.assertIn(named, {"", *self.conf()})
-        # As in the environment, a conf string may name one too.
+        # As in the environment, a conf string may select a policy too.
         cushion.install(conf="expandable_segments:True")
         self.assertIn("expandable_segments:True", self.conf())
         cushion.install(conf="paged:False")
         self.assertEqual(self.conf(), {"wait_ms:0", "paged:False"})
 
-    def test_what_pytorch_was_told_since_stays(self) -> None:
+    def test_settings_made_through_pytorch_stay(self) -> None:
         import cushion
 
         torch = self.install(wait_ms=0)
@@ -105,7 +102,7 @@ class SecondInstall(TorchCase):
         self.assertEqual(self.conf(), {"paged:False", "wait_ms:0", "max_split_size_mb:64", "page_mb:32"})
         self.short(torch, 300 * MIB)
 
-    def test_without_arguments_it_touches_no_file(self) -> None:
+    def test_without_arguments_it_opens_no_file(self) -> None:
         import cushion
 
         self.install(receipts=self.folder / "a.jsonl")
@@ -128,7 +125,7 @@ class SecondInstall(TorchCase):
         self.short(torch)
         self.assertEqual((self.lines("a.jsonl"), self.lines("b.jsonl")), (1, 2))
 
-    def test_receipts_of_a_program_that_changes_its_folder(self) -> None:
+    def test_receipts_after_a_change_of_the_working_directory(self) -> None:
         import cushion
 
         (self.folder / "other").mkdir()
@@ -158,7 +155,7 @@ class SecondInstall(TorchCase):
         cushion.install()
         cushion.install(wait_ms=0)
         cushion.install(inject="nth=3")
-        # It goes on counting.
+        # The rule keeps its count.
         self.assertEqual([self.fails(torch) for _ in range(3)], [False, True, False])
         cushion.install(inject="every=1")
         self.assertTrue(self.fails(torch))
@@ -177,7 +174,7 @@ class SecondInstall(TorchCase):
         cushion.install(inject="every=1")
         self.assertTrue(self.fails(torch))
 
-    def test_a_bad_setting_changes_nothing(self) -> None:
+    def test_an_invalid_option_changes_nothing(self) -> None:
         import cushion
 
         self.install(wait_ms=0)
@@ -217,37 +214,20 @@ class SecondInstall(TorchCase):
 
 
 class Forks(Simulated):
-    def test_children_made_while_settings_change(self) -> None:
-        """None waits for the lock of a thread that it does not have."""
+    def test_forks_while_settings_change(self) -> None:
+        """A child must not wait for a lock of a thread that exists only in the parent."""
         self.engine.deallocate(self.engine.allocate(MIB))
-        stop = threading.Event()
 
-        def work() -> None:
-            while not stop.is_set():
-                self.engine.change_settings(conf="wait_ms:5", inject="nth=1000")
-                self.engine.inject(None)
-                self.engine.configure("page_mb:32")
+        def work(_number: int) -> None:
+            self.engine.change_settings(conf="wait_ms:5", inject="nth=1000")
+            self.engine.inject(None)
+            self.engine.configure("page_mb:32")
 
-        workers = [threading.Thread(target=work) for _ in range(3)]
-        before = sys.getswitchinterval()
-        sys.setswitchinterval(1e-5)
-        for worker in workers:
-            worker.start()
-        try:
-            for _ in range(100):
-                child = os.fork()
-                if child == 0:
-                    # One that takes longer hangs.
-                    signal.alarm(20)
-                    self.engine.change_settings()
-                    self.engine.configure("page_mb:32")
-                    os._exit(0)
-                self.assertEqual(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), 0)
-        finally:
-            stop.set()
-            for worker in workers:
-                worker.join()
-            sys.setswitchinterval(before)
+        def act() -> None:
+            self.engine.change_settings()
+            self.engine.configure("page_mb:32")
+
+        fork_while(work, act, children=100)
 
 
 if __name__ == "__main__":

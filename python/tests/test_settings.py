@@ -39,7 +39,7 @@ def gather(environ: dict[str, str] | None = None, **arguments: object) -> _cushi
 
 
 class Defaults(unittest.TestCase):
-    def test_nothing_asked_for(self) -> None:
+    def test_no_settings(self) -> None:
         settings = gather()
         self.assertEqual((settings.policy, settings.conf, settings.log), ("paged", "", False))
         self.assertIsNone(settings.torch_variable)
@@ -77,7 +77,7 @@ class Variables(unittest.TestCase):
             with self.subTest(option):
                 self.assertIn(f"{option}:{value}", gather({f"CUSHION_{option.upper()}": value}).conf)
 
-    def test_the_table_here_is_the_documentation_s(self) -> None:
+    def test_the_table_has_all_documented_options(self) -> None:
         text = (support.ROOT / "docs" / "options.md").read_text()
         for option in OPTIONS:
             self.assertIn(f"`CUSHION_{option.upper()}`", text)
@@ -94,10 +94,10 @@ class Variables(unittest.TestCase):
         self.assertEqual((settings.receipts, settings.inject), ("a.jsonl", "every=9"))
         settings = gather({"CUSHION_RECEIPTS": "a", "CUSHION_INJECT": "every=9"}, receipts="b", inject="")
         self.assertEqual((settings.receipts, settings.inject), ("b", None))
-        with self.assertRaisesRegex(ValueError, "^inject: `x` is no rule"):
+        with self.assertRaisesRegex(ValueError, "^inject: `x` is not a rule"):
             gather(inject="x")
 
-    def test_pytorch_s_own(self) -> None:
+    def test_variables_of_pytorch(self) -> None:
         for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
             with self.subTest(name):
                 settings = gather({name: "expandable_segments:True,max_split_size_mb:64"})
@@ -105,20 +105,20 @@ class Variables(unittest.TestCase):
                 self.assertIn("max_split_size_mb:64", settings.conf)
                 self.assertEqual(settings.torch_variable, (name, "expandable_segments:True,max_split_size_mb:64"))
 
-    def test_the_first_of_pytorch_s_is_the_only_one(self) -> None:
+    def test_only_the_first_variable_of_pytorch_is_used(self) -> None:
         settings = gather(
             {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
         )
         self.assertEqual(settings.policy, "paged")
         self.assertEqual(settings.torch_variable, ("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64"))
 
-    def test_backend_is_taken_out_of_pytorch_s(self) -> None:
+    def test_backend_is_removed_from_the_variable_of_pytorch(self) -> None:
         settings = gather({"PYTORCH_CUDA_ALLOC_CONF": "backend:native,max_split_size_mb:64"})
         self.assertEqual(settings.torch_variable, ("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64"))
 
 
 class WhoWins(unittest.TestCase):
-    def test_each_source_over_the_one_before(self) -> None:
+    def test_each_source_overrides_the_one_before(self) -> None:
         environ: dict[str, str] = {}
         for name, value in (
             ("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:30"),
@@ -149,7 +149,7 @@ class WhoWins(unittest.TestCase):
         for policy in ("segments", "expandable"):
             self.assertEqual(gather({"CUSHION_POLICY": "paged"}, policy=policy).policy, policy)
 
-    def test_sources_add_up(self) -> None:
+    def test_options_of_different_sources_are_combined(self) -> None:
         settings = gather(
             {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "CUSHION_PER_PROCESS_MEMORY_FRACTION": "0.5"},
             conf="max_split_size_mb:64",
@@ -165,7 +165,7 @@ class Errors(unittest.TestCase):
             gather(environ, **arguments)
         self.assertIn(source, str(raised.exception))
 
-    def test_name_their_source(self) -> None:
+    def test_errors_name_their_source(self) -> None:
         self.assert_names("policy", policy="best")
         self.assert_names("no_such", conf="no_such:1")
         self.assert_names("max_split_size_mb", conf="max_split_size_mb:x")
@@ -196,7 +196,7 @@ class Errors(unittest.TestCase):
             with self.subTest(conf), self.assertRaises(ValueError):
                 gather(conf=conf)
 
-    def test_keys_that_are_pytorch_s_alone_are_not(self) -> None:
+    def test_keys_of_pytorch_alone_are_not_errors(self) -> None:
         settings = gather(conf="backend:native,pinned_num_register_threads:8,release_lock_on_cudamalloc:True")
         self.assertEqual(settings.conf, "")
 
@@ -213,7 +213,7 @@ class AtRunTime(unittest.TestCase):
             _cushion.configure("max_split_size_mb:64,no_such:1")
         self.assertEqual(_cushion.conf(), before)
 
-    def test_configure_returns_what_is_not_ours(self) -> None:
+    def test_configure_returns_whether_keys_of_others_remain(self) -> None:
         self.assertEqual(
             _cushion.configure("backend:native,pinned_num_register_threads:8"),
             ["backend", "pinned_num_register_threads"],

@@ -1,4 +1,4 @@
-"""Receipts, budgets, made-up failures and futures, on simulated devices: no PyTorch, no GPU."""
+"""Receipts, budgets, injected failures and futures, on simulated devices: no PyTorch, no GPU."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import contextlib
 import gc
 import json
 import os
+import pickle
 import tempfile
 import threading
 import unittest
@@ -32,26 +33,64 @@ class Receipts(Simulated):
         self.assertIn("refused", str(receipt))
         self.assertEqual(receipt.as_dict()["shortage"]["device_total"], GIB)
         self.assertEqual(self.cushion.receipt_of(error), receipt)
+        # The number alone does not find it.
         here = os.getpid()
         for other in (
             "1",
+            f"1 on GPU 0 of process {here}.",
             f"9 on GPU 0 of process {here}.",
             f"1 on GPU 77 of process {here}.",
             "1 on GPU 0 of process 1.",
         ):
             self.assertIsNone(self.cushion.receipt_of(ValueError(f"Cushion's receipt: {other}")))
+        self.assertIsNone(self.cushion.receipt_of(ValueError("not \udc80 UTF-8")))
+        self.assertIsNone(self.cushion.receipt_of(ValueError()))
 
-    def test_so_many_are_kept(self) -> None:
+    def test_of_refusals_that_differ_in_the_number_alone(self) -> None:
+        self.fill()
+        errors = [self.refused() for _ in range(12)]
+        texts = [str(error) for error in errors]
+        self.assertEqual(len({text.replace(f"receipt: {n} on", "receipt: on") for n, text in enumerate(texts, 1)}), 1)
+        self.assertEqual([it.receipt.number for it in errors], list(range(1, 13)))
+        # Others find it by the text, as PyTorch's exceptions do, whatever stands around it.
+        for shape in ("{}", "{}\nException raised from here (most recent call first):", "Caught it in a thread.\n{}\n"):
+            others = [RuntimeError(shape.format(text)) for text in texts]
+            self.assertEqual([self.cushion.receipt_of(it) for it in others], [it.receipt for it in errors])
+
+    def test_of_an_exception_that_was_found_by_its_text(self) -> None:
+        self.fill()
+        other = RuntimeError(str(self.refused()))
+        receipt = self.cushion.receipt_of(other)
+        # Found once, it stays with the exception.
+        for _ in range(300):
+            self.refused()
+        self.assertEqual(self.cushion.receipt_of(other), receipt)
+        self.assertIsNone(self.cushion.receipt_of(RuntimeError(str(other))))
+        self.assertEqual(self.cushion.receipt_of(pickle.loads(pickle.dumps(other))), receipt)
+
+    def test_of_an_exception_in_a_child_made_by_fork(self) -> None:
+        self.fill()
+        error = self.refused()
+        child = os.fork()
+        if child == 0:
+            ours = error.receipt is not None
+            theirs = self.cushion.receipt_of(RuntimeError(str(error))) is not None
+            os._exit(0 if (ours, theirs) == (True, False) else 3)
+        self.assertEqual(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), 0)
+
+    def test_how_many_are_kept(self) -> None:
         self.fill()
         self.cushion.keep_receipts(3)
-        errors = [self.refused() for _ in range(5)]
-        self.assertEqual([it.number for it in self.cushion.receipts()], [3, 4, 5])
-        self.assertIsNone(errors[0].receipt)
-        self.assertEqual(errors[4].receipt.number, 5)
+        errors = [self.refused() for _ in range(20)]
+        self.assertEqual([it.number for it in self.cushion.receipts()], [18, 19, 20])
+        # Exceptions of the engine itself carry theirs; 16 more are found by their text.
+        self.assertEqual([it.receipt.number for it in errors], list(range(1, 21)))
+        found = [self.cushion.receipt_of(RuntimeError(str(it))) for it in errors]
+        self.assertEqual([it and it.number for it in found], [None] * 4 + list(range(5, 21)))
         with self.assertRaises(ValueError):
             self.cushion.keep_receipts(1 << 40)
 
-    def test_stacks_say_who_holds_the_memory(self) -> None:
+    def test_stacks_of_the_largest_allocations(self) -> None:
         self.engine.record_memory_history("all", "all", 100, True, [])
 
         def makes_the_large_one() -> int:
@@ -63,7 +102,7 @@ class Receipts(Simulated):
         self.assertRegex(group.stack[0], r"test_shortage\.py:\d+ makes_the_large_one$")
         self.assertRegex(error.receipt.stack[0], r"simulated\.py:\d+ refused$")
         self.assertRegex(str(error), r"900\.00 MiB in 1 allocation of 900\.00 MiB, made at .*makes_the_large_one from ")
-        self.assertNotIn("names the lines", str(error))
+        self.assertNotIn("which lines made them", str(error))
 
     def test_the_log_has_one_warning_for_each_shortage(self) -> None:
         self.cushion.on_shortage(lambda *_: 1 // 0)
@@ -107,14 +146,14 @@ class ReceiptFile(unittest.TestCase):
             self.assertEqual([(it["device"], it["number"]) for it in lines], [(0, 1), (1, 1)] * 2)
             self.assertEqual({it["outcome"] for it in lines}, {"never_fits"})
 
-    def test_a_file_that_cannot_be(self) -> None:
+    def test_a_file_that_cannot_be_opened(self) -> None:
         changes = {**self.changes, "CUSHION_RECEIPTS": "/nowhere/at/all"}
         with self.assertRaisesRegex(AssertionError, "receipts cannot be written to /nowhere/at/all: No such file"):
             support.call(write_receipts, "", changes=changes, warm=False)
 
 
 class Budgets(Simulated):
-    def test_a_block_waits_for_nobody(self) -> None:
+    def test_a_block_without_waiting(self) -> None:
         with self.another_holds(900 * MIB) as let_go:
             with self.cushion.budget(ms=0):
                 receipt = self.refused(500 * MIB).receipt
@@ -125,7 +164,7 @@ class Budgets(Simulated):
             self.engine.allocate(500 * MIB)
             self.assertEqual(self.cushion.receipts()[-1].survived_by, "wait")
 
-    def test_rungs_that_are_left_out(self) -> None:
+    def test_skipped_rungs(self) -> None:
         called: list[object] = []
         self.cushion.on_shortage(lambda *_: called.append(1))
         self.fill()
@@ -133,14 +172,14 @@ class Budgets(Simulated):
             error = self.refused()
         off = [it.rung for it in error.receipt.tried if it.ended == "off"]
         self.assertEqual((off, called), (["callbacks", "wait"], []))
-        self.assertIn("maybe enough: callbacks, wait", str(error))
-        # Not for what can never fit.
+        self.assertIn("may be enough: callbacks, wait", str(error))
+        # A request that can never fit does not name them.
         with self.cushion.budget(skip=["callbacks"]):
-            self.assertNotIn("maybe enough", str(self.refused(2 * GIB)))
+            self.assertNotIn("may be enough", str(self.refused(2 * GIB)))
         self.refused()
         self.assertEqual(called, [1])
 
-    def test_blocks_inside_each_other_and_around_functions(self) -> None:
+    def test_nested_blocks_and_decorators(self) -> None:
         read = self.engine.wishes
         once = self.cushion.budget(ms=7)
 
@@ -157,7 +196,7 @@ class Budgets(Simulated):
         self.assertEqual(read(), (None, []))
         with self.assertRaisesRegex(ValueError, "there is no rung `roof`"), self.cushion.budget(skip=["roof"]):
             pass
-        with self.assertRaisesRegex(TypeError, "does its work after it has returned"):
+        with self.assertRaisesRegex(TypeError, "whose work is done after it has returned"):
 
             @self.cushion.budget(ms=0)
             async def later() -> None: ...
@@ -167,7 +206,7 @@ class Budgets(Simulated):
                 pass
         self.assertEqual(read(), (None, []))
 
-    def test_tasks_that_take_turns(self) -> None:
+    def test_alternating_tasks(self) -> None:
         async def main() -> None:
             first_is_in, second_is_in, first_is_out = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
@@ -196,21 +235,21 @@ class Injected(Simulated):
         self.engine.allocate(MIB)
         error = self.refused(MIB)
         self.assertTrue(error.receipt.injected)
-        self.assertIn("made up", str(error))
+        self.assertIn("was injected", str(error))
         self.engine.allocate(MIB)
         with self.cushion.inject("over=10MiB"):
             self.engine.allocate(MIB)
             self.refused(10 * MIB)
-        # What was in force before is again, and counts from the beginning.
+        # The rules from before the block are in force again, and count from the beginning.
         self.engine.allocate(10 * MIB)
         self.refused(10 * MIB)
-        # Settings that say nothing of it leave it.
+        # Settings without injection leave the rules as they are.
         self.cushion.inject("nth=1")
         self.engine.start(self.engine.gather_settings({}))
         self.refused(MIB)
         self.cushion.inject(None)
         self.engine.allocate(10 * MIB)
-        with self.assertRaisesRegex(ValueError, "`soon` is no rule for injected failures"):
+        with self.assertRaisesRegex(ValueError, "`soon` is not a rule for injected failures"):
             self.cushion.inject("soon")
 
     @support.process(CUSHION_INJECT="nth=1")
@@ -226,8 +265,8 @@ class Injected(Simulated):
         self.engine.allocate(MIB)
 
     @support.process(CUSHION_INJECT="sometimes")
-    def test_a_bad_variable(self) -> None:
-        with self.assertRaisesRegex(RuntimeError, "CUSHION_INJECT: `sometimes` is no rule"):
+    def test_an_invalid_variable(self) -> None:
+        with self.assertRaisesRegex(RuntimeError, "CUSHION_INJECT: `sometimes` is not a rule"):
             self.engine.allocate(MIB)
         with self.assertRaisesRegex(ValueError, "CUSHION_INJECT"):
             self.cushion.install()
@@ -257,7 +296,7 @@ class Futures(Simulated):
         with self.assertRaises(ValueError):
             self.cushion.alloc_future("a lot")
 
-    def test_inside_of_a_callback(self) -> None:
+    def test_inside_a_callback(self) -> None:
         held, got = [self.fill()], []
 
         def makes_room(*_: object) -> None:
@@ -266,7 +305,7 @@ class Futures(Simulated):
             got.append(self.cushion.alloc_future(MIB).result(60))
 
         self.cushion.on_shortage(makes_room)
-        # On the thread of futures itself, which must not wait for itself.
+        # The callback runs on the polling thread of the futures, which must not wait for itself.
         self.cushion.alloc_future("500MiB").result(60)
         self.assertIs(type(got[0]), self.cushion.OutOfMemoryError)
         self.assertEqual(got[1].nbytes, MIB)
@@ -288,7 +327,7 @@ class Futures(Simulated):
         done.result(60)
         self.assertFalse(done.cancel())
 
-    def test_in_the_order_of_asking(self) -> None:
+    def test_in_the_order_of_requests(self) -> None:
         order: list[int] = []
         with self.another_holds(900 * MIB) as let_go:
             futures = []
@@ -299,7 +338,7 @@ class Futures(Simulated):
 
                 def note(future: Any, number: int = number) -> None:
                     order.append(number)
-                    # Given back at once, so that the next can be served.
+                    # Freed at once, so that the next request can be served.
                     address = future.result()._address
                     future.result()._address = 0
                     self.engine.deallocate(address)
@@ -329,7 +368,7 @@ class Futures(Simulated):
         while self.cushion.stats()["waiting"] != 0:
             pass
 
-    def test_a_thousand_cancelled_or_served_leave_nothing(self) -> None:
+    def test_a_thousand_cancelled_or_served_futures_leave_nothing_allocated(self) -> None:
         for number in range(1000):
             future = self.cushion.alloc_future(64 * MIB)
             if number % 2:
@@ -337,12 +376,12 @@ class Futures(Simulated):
             else:
                 future.result(60)
         del future
-        # Those that were cancelled too late went back when nobody wanted them.
+        # A request that was served before its cancellation frees its memory when its future is dropped.
         while self.engine.memory_stats(0)["allocated_bytes"]["all"]["current"]:
             gc.collect()
         self.assertEqual(self.cushion.stats()["waiting"], 0)
 
-    def test_at_the_end_of_python(self) -> None:
+    def test_at_the_shutdown_of_python(self) -> None:
         program = (
             "import cushion\ncushion.simulate('1GiB')\nkept = cushion.alloc_future('900MiB').result()\n"
             "waits = [cushion.alloc_future('500MiB') for _ in range(5)]\nprint('end')"

@@ -1,4 +1,4 @@
-"""What a program of PyTorch's can do about shortages, over the stand-ins for CUDA."""
+"""Shortages in a PyTorch program, over the stand-ins for CUDA."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Shortage(support.TorchCase):
         return raised.exception
 
     def loss_whose_gradient(self, work: Callable[[], object]) -> Any:
-        """A loss whose backward pass, on PyTorch's own thread, does some work."""
+        """Returns a loss whose backward pass calls a function on autograd's thread."""
         import torch
 
         class Works(torch.autograd.Function):  # type: ignore[misc]
@@ -62,6 +62,38 @@ class Shortage(support.TorchCase):
         self.assertIsNone(torch.cuda.OutOfMemoryError("somebody else's").receipt)
         del kept
 
+    def test_exceptions_that_differ_in_the_number_alone_have_their_own_receipts(self) -> None:
+        self.install()
+        kept = self.empty(900 * MIB)
+        errors = [self.refused(200 * MIB) for _ in range(12)]
+        self.assertEqual([it.receipt.number for it in errors], list(range(1, 13)))
+        self.assertEqual([it.receipt.number for it in errors], list(range(1, 13)))
+        del kept
+
+    @support.process(warm=False, TORCH_SHOW_CPP_STACKTRACES="1")
+    def test_a_backtrace_behind_the_message_does_not_hide_the_receipt(self) -> None:
+        self.install()
+        kept = self.empty(900 * MIB)
+        error = self.refused(200 * MIB)
+        self.assertIn("Exception raised from cushion_alloc", str(error))
+        self.assertEqual(error.receipt.number, 1)
+        del kept
+
+    def test_an_exception_that_pytorch_raises_again_has_its_receipt(self) -> None:
+        torch = self.install()
+        from torch._utils import ExceptionWrapper
+
+        kept = self.empty(900 * MIB)
+        try:
+            self.empty(200 * MIB)
+        except torch.cuda.OutOfMemoryError:
+            caught = ExceptionWrapper(where="in replica 0 on device 0")
+        with self.assertRaises(torch.cuda.OutOfMemoryError) as raised:
+            caught.reraise()
+        self.assertRegex(str(raised.exception), "^Caught OutOfMemoryError in replica 0")
+        self.assertEqual(raised.exception.receipt.number, 1)
+        del kept
+
     def test_who_holds_the_memory(self) -> None:
         torch = self.install()
         torch.cuda.memory._record_memory_history()
@@ -81,7 +113,7 @@ class Shortage(support.TorchCase):
     def remedies(self, error: Any) -> list[str]:
         return re.findall(r"\n  \d\. (.*)", str(error))
 
-    def test_a_larger_fraction_is_named_and_helps(self) -> None:
+    def test_a_larger_fraction_is_suggested_and_works(self) -> None:
         torch = self.install()
         torch.cuda.set_per_process_memory_fraction(0.5)
         kept = self.empty(400 * MIB)
@@ -94,7 +126,7 @@ class Shortage(support.TorchCase):
             torch.cuda.set_per_process_memory_fraction(0.5)
         del kept
 
-    def test_host_memory_is_named_and_helps(self) -> None:
+    def test_host_memory_is_suggested_and_works(self) -> None:
         self.install()
         kept = self.empty(900 * MIB)
         *_, last = self.remedies(self.refused(500 * MIB))
@@ -108,7 +140,7 @@ class Shortage(support.TorchCase):
         self.assertEqual(cushion.receipts()[-1].survived_by, "spill")
         del kept, spilled
 
-    def test_a_budget_s_own_time_is_told(self) -> None:
+    def test_the_wait_of_a_budget_is_in_the_message(self) -> None:
         torch = self.install()
         import cushion
 
@@ -119,10 +151,10 @@ class Shortage(support.TorchCase):
         del kept
         with cushion.budget(ms=0):
             error = self.refused(500 * MIB)
-        self.assertRegex(self.remedies(error)[0], r"900\.00 MiB wait for work .* this one had 0 ms\.")
+        self.assertRegex(self.remedies(error)[0], r"900\.00 MiB wait for work .* this request had 0 ms\.")
         standin.finish_all()
 
-    def test_what_is_missing_is_enough(self) -> None:
+    def test_the_missing_bytes_are_enough(self) -> None:
         self.install()
         kept = [self.empty(500 * MIB), self.empty(400 * MIB)]
         text = self.remedies(self.refused(200 * MIB))[0]
@@ -137,7 +169,7 @@ class Shortage(support.TorchCase):
         self.empty(MIB)
         with subprocess.Popen(["sleep", "60"]) as other:
             try:
-                # It has this one's name for a moment.
+                # Right after the fork it still has the name of this process.
                 while not Path(f"/proc/{other.pid}/cmdline").read_bytes().startswith(b"sleep"):
                     pass
                 standin.library.standin_set_process(0, other.pid, support.ctypes.c_uint64(12 * GIB))
@@ -181,7 +213,7 @@ class Shortage(support.TorchCase):
         self.assertEqual(sorted(cache), [4, 5, 6, 7, 8, 9])
         del kept
 
-    def test_a_callback_on_a_thread_for_gradients(self) -> None:
+    def test_a_callback_on_a_thread_of_autograd(self) -> None:
         torch = self.install()
         kept = [self.empty(900 * MIB)]
         import cushion
@@ -199,7 +231,7 @@ class Shortage(support.TorchCase):
         self.assertEqual(len(threads), 1)
         self.assertNotEqual(threads[0], "MainThread")
 
-    def test_a_budget_holds_for_threads_for_gradients(self) -> None:
+    def test_a_budget_applies_to_threads_of_autograd(self) -> None:
         torch = self.install()
         import cushion
 
@@ -235,7 +267,7 @@ class Shortage(support.TorchCase):
         with self.assertLogs("cushion", "WARNING") as logs:
             tensor = cushion.allocate_tensor(250 * MIB, min_elements=MIB, dtype=torch.float32)
         self.assertEqual(tensor.numel(), int(int(250 * MIB * 0.7) * 0.7))
-        # After the shortages themselves.
+        # The warning comes after those of the shortages.
         self.assertIn(f"asked for {250 * MIB} elements, got {tensor.numel()}", logs.output[-1])
         self.assertEqual(last_calls, [])
         del tensor
@@ -273,7 +305,7 @@ class Shortage(support.TorchCase):
         self.assertEqual(memory.tensor().shape, (MIB // 4,))
         self.assertEqual(memory.tensor(torch.uint8).data_ptr(), memory.address)
 
-    def test_a_future_s_tensor_may_be_recorded_on_other_streams(self) -> None:
+    def test_the_tensor_of_a_future_may_be_recorded_on_other_streams(self) -> None:
         torch = self.install()
         import cushion
 
@@ -288,7 +320,7 @@ class Shortage(support.TorchCase):
         standin.finish_all()
         self.empty(MIB)
 
-    def test_only_where_pytorch_uses_cushion(self) -> None:
+    def test_futures_need_cushion_as_the_allocator(self) -> None:
         import torch
 
         import cushion
@@ -313,7 +345,7 @@ class Shortage(support.TorchCase):
 
     # ---- retry and offloading ----
 
-    def test_retry_lets_go_and_the_last_call_is_for_the_end(self) -> None:
+    def test_retry_releases_memory_and_calls_last_calls_when_it_gives_up(self) -> None:
         torch = self.install()
         import cushion
 
@@ -362,7 +394,7 @@ class Shortage(support.TorchCase):
         self.assertEqual(averages.bytes_away, 600 * MIB)
         self.assertEqual(cushion.receipts()[-1].answers[0].said, "moved 3 tensors, 600.00 MiB, to the host")
         self.assertEqual(torch.cuda.memory_allocated(), 700 * MIB)
-        # There is no room for them now: nothing is lost, and it says so.
+        # Without room to return, it raises and loses nothing.
         with self.assertRaises(torch.cuda.OutOfMemoryError), averages:
             pass
         self.assertGreater(averages.bytes_away, 0)
@@ -370,7 +402,7 @@ class Shortage(support.TorchCase):
         with averages:
             self.assertEqual(averages.bytes_away, 0)
             self.assertEqual(torch.cuda.memory_allocated(), 800 * MIB)
-            # In use, they stay.
+            # Tensors in use stay.
             self.refused(500 * MIB)
             self.assertEqual(averages.bytes_away, 0)
         self.assertEqual({number: it["average"] for number, it in state.items()}, place)
@@ -378,7 +410,7 @@ class Shortage(support.TorchCase):
         averages.remove()
         self.refused(500 * MIB)
 
-    def test_what_an_offloader_takes(self) -> None:
+    def test_arguments_of_an_offloader(self) -> None:
         torch = self.install()
         import cushion
 
@@ -398,7 +430,7 @@ class Shortage(support.TorchCase):
             mover.remove()
         with self.assertRaisesRegex(TypeError, "names no tensors"):
             cushion.offloader(lambda: object())
-        with self.assertRaisesRegex(TypeError, "is no function"):
+        with self.assertRaisesRegex(TypeError, "is not callable"):
             cushion.offloader(5)  # type: ignore[call-overload]
 
     def test_an_optimizer_brings_its_state_back(self) -> None:
@@ -418,19 +450,19 @@ class Shortage(support.TorchCase):
             self.assertEqual(state.away(), 50 * MIB)
             use()
             self.assertEqual(state.bytes_away, 0)
-        # Afterwards it may go again.
+        # Afterwards the state may be moved again.
         self.assertEqual(state.away(), 50 * MIB)
-        # A step that fails leaves it where it can be used, and the next one works.
+        # A step that fails keeps the state usable, and the next step works.
         with cushion.inject("over=50MiB"), self.assertRaises(torch.cuda.OutOfMemoryError):
             optimizer.step()
         optimizer.step()
         self.assertEqual((state.bytes_away, state.away()), (0, 50 * MIB))
-        # Before the last calls everything is back: a checkpoint is to have it.
+        # The tensors are back before last calls, so that a checkpoint contains them.
         seen: list[int] = []
         cushion.on_refusal(lambda _: seen.append(state.bytes_away))
         self.refused(2 * GIB)
         self.assertEqual(seen, [0])
-        # Where there is no room for it, that is said, and the rest can be saved.
+        # Without room to return, a warning says so, and the last call still runs.
         state.away()
         kept = self.empty(800 * MIB)
         with self.assertLogs("cushion", "WARNING") as logs, cushion.inject("over=50MiB"):
@@ -439,7 +471,7 @@ class Shortage(support.TorchCase):
         self.assertIn("cannot bring its tensors back", "\n".join(logs.output))
         del kept
 
-    def test_in_a_backward_pass_what_is_tried_again_is_no_end(self) -> None:
+    def test_no_last_call_for_a_refusal_in_backward_that_is_retried(self) -> None:
         torch = self.install()
         import cushion
 
@@ -450,7 +482,7 @@ class Shortage(support.TorchCase):
         loss.backward()
         self.assertEqual(told, [])
 
-    def test_an_offloader_leaves_what_cannot_go_and_forgets_what_is_gone(self) -> None:
+    def test_an_offloader_skips_foreign_memory_and_forgets_dropped_tensors(self) -> None:
         self.install()
         import cushion
 
@@ -468,7 +500,7 @@ class Shortage(support.TorchCase):
         self.assertEqual([tensor.untyped_storage().nbytes() for tensor in tensors], [100 * MIB, 50 * MIB])
         mover.remove()
 
-    def test_what_is_back_is_for_the_stream_it_was_for(self) -> None:
+    def test_tensors_return_on_their_stream(self) -> None:
         torch = self.install()
         import cushion
         from cushion import _cushion
@@ -481,13 +513,13 @@ class Shortage(support.TorchCase):
         mover.back()
         self.assertEqual(_cushion.stream_of(tensor.data_ptr()), side.cuda_stream)
 
-    # ---- the door that asks for less ----
+    # ---- custom_cuda_allocator ----
 
-    # A GiB is 52 pages of 20 MiB under `expandable`.
+    # With `expandable`, 1 GiB is 52 pages of 20 MiB.
     @support.process(
         STANDIN_CAPACITY=str(1040 * MIB), OOM_MAX_RETRIES="3", OOM_DELAY_MS="20", OOM_SIZE_FACTOR="0.5", OOM_VERBOSE="1"
     )
-    def test_custom_cuda_allocator_tries_again_later_and_smaller(self) -> None:
+    def test_custom_cuda_allocator_retries_with_less(self) -> None:
         import custom_cuda_allocator as door
 
         os.environ["CUSHION_POLICY"] = self.policy
@@ -506,7 +538,7 @@ class Shortage(support.TorchCase):
         with self.assertRaises(RuntimeError):
             door.allocate_tensor(32 * GIB, dtype="uint8")
         self.assertEqual(door.get_retry_count(), 5)
-        # By address nobody could know that there is less: the same is tried again.
+        # Memory by address is retried with the same size.
         allocator = door.CUDAAllocator()
         with self.assertRaises(RuntimeError):
             allocator.allocate(2 * GIB)

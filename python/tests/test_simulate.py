@@ -1,12 +1,11 @@
-"""Simulated devices, and memory by address on them: the functions that packages on Cushion are built from."""
+"""Simulated devices, and memory by address on them."""
 
 from __future__ import annotations
 
-import threading
 import unittest
 
 import support
-from support import GIB, MIB
+from support import GIB, MIB, in_threads
 
 
 class Simulate(support.ProcessCase):
@@ -43,20 +42,20 @@ class Simulate(support.ProcessCase):
             cushion.install()
 
     @support.process(CUSHION_SIMULATE="1GiB")
-    def test_install_refuses_what_the_variable_asks_for(self) -> None:
+    def test_install_refuses_with_the_variable(self) -> None:
         import cushion
 
         with self.assertRaisesRegex(cushion.InstallError, "CUSHION_SIMULATE"):
             cushion.install()
 
     @support.process(CUSHION_SIMULATE="a lot")
-    def test_a_bad_variable(self) -> None:
+    def test_an_invalid_variable(self) -> None:
         import cushion
 
         with self.assertRaisesRegex(ValueError, "CUSHION_SIMULATE cannot be `a lot`: it takes a size"):
             cushion.install()
 
-    def test_no_gpu_says_what_to_do(self) -> None:
+    def test_the_error_without_a_gpu_suggests_simulation(self) -> None:
         from cushion import _cushion
 
         with self.assertRaisesRegex(RuntimeError, "Cushion cannot use GPU 0: "):
@@ -74,7 +73,7 @@ class Addresses(support.ProcessCase):
         cushion.simulate("1GiB")
         self.addCleanup(_cushion.check_invariants, 0)
 
-    def test_whose_an_address_is(self) -> None:
+    def test_the_device_of_an_address(self) -> None:
         from cushion import _cushion
 
         addresses = [_cushion.allocate(MIB, device) for device in (0, 1, 127)]
@@ -88,15 +87,15 @@ class Addresses(support.ProcessCase):
         self.assertIsNone(_cushion.device_of(addresses[1]))
         self.assertIsNone(_cushion.device_of(0))
 
-    def test_history_knows_who_asked(self) -> None:
+    def test_history_has_the_caller(self) -> None:
         from cushion import _cushion
 
         _cushion.record_memory_history("all", "all", 100, True, [])
         address = _cushion.allocate(MIB)
         stack = _cushion.allocation_traceback(address)
-        self.assertIn("test_history_knows_who_asked", [frame["name"] for frame in stack or []])
+        self.assertIn("test_history_has_the_caller", [frame["name"] for frame in stack or []])
 
-    def test_observers_hear_of_refusals(self) -> None:
+    def test_observers_are_called_for_refusals(self) -> None:
         from cushion import _cushion
 
         told: list[tuple[int, ...]] = []
@@ -112,11 +111,7 @@ class Addresses(support.ProcessCase):
             for size in range(1, 300):
                 _cushion.deallocate(_cushion.allocate(size * 1000))
 
-        threads = [threading.Thread(target=work) for _ in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        in_threads([work] * 8)
         stats = _cushion.memory_stats(0)["allocation"]["all"]
         self.assertEqual((stats["current"], stats["allocated"]), (0, 8 * 299))
 

@@ -1,5 +1,4 @@
-"""Every piece of code that a page, a docstring or a message shows is run: `snippets.py` says where they are, and what
-has to be there before."""
+"""Runs every piece of code in pages, docstrings and messages. `snippets.py` finds them, and has their setups."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ def _tests(programs: dict[str, list[Block]]) -> dict[str, Any]:
 
 
 def _of_pages() -> dict[str, list[Block]]:
-    """The programs of each page, by the page and, where it has several, by their first lines."""
+    """Returns the programs of each page, named by the page and, if it has several, by their first lines."""
     found = {}
     for page in snippets.PAGES:
         for number, program in enumerate(snippets.programs(page)):
@@ -45,7 +44,7 @@ def _of_pages() -> dict[str, list[Block]]:
     return found
 
 
-# Before that, PyTorch has another name for torch.OutOfMemoryError.
+# Earlier versions of PyTorch have no torch.OutOfMemoryError.
 needs_torch = unittest.skipIf((0, 0) < support.TORCH_VERSION < (2, 5), "what is shown is for torch 2.5 and later")
 Pages = needs_torch(type("Pages", (support.TorchCase,), _tests(_of_pages())))
 Docstrings = needs_torch(
@@ -67,7 +66,7 @@ class NotRun(unittest.TestCase):
         self.assertLessEqual(set(snippets.SETUPS), named)
 
     def test_comments_are_for_blocks(self) -> None:
-        """A comment that is misspelt, or stands above something else, would change nothing."""
+        """A comment that is misspelt, or not directly above a block, would have no effect."""
         for page in snippets.PAGES:
             blocks = snippets.blocks(page)
             meant = [it for it in blocks if it.setup is not None or it.not_run is not None or it.begins_program]
@@ -86,8 +85,7 @@ class NotRun(unittest.TestCase):
 
 @needs_torch
 class Messages(support.TorchCase):
-    """Refusals of every kind over the stand-in, with a card of 1024 units. What their messages tell people to write
-    runs."""
+    """Refusals of every kind over the stand-in, with a device of 1024 units. The code in their messages is run."""
 
     UNIT = 16 * MIB
     changes = {"STANDIN_CAPACITY": str(1024 * UNIT)}
@@ -104,7 +102,7 @@ class Messages(support.TorchCase):
             self.empty(units)
         return str(raised.exception)
 
-    def test_what_they_tell_people_to_write(self) -> None:
+    def test_code_in_messages(self) -> None:
         torch = self.install(wait_ms=0)
         texts = [
             self.more_is_allowed(torch),
@@ -144,7 +142,7 @@ class Messages(support.TorchCase):
         return text
 
     def memory_is_in_pieces(self) -> str:
-        """The memory of one large tensor, cut into pieces, of which every second one is free."""
+        """The memory of one large tensor is divided, and every second part is free."""
         self.empty(900)
         kept = [self.empty(90) for _ in range(10)]
         del kept[::2]
@@ -161,14 +159,14 @@ class Messages(support.TorchCase):
         kept.record_stream(side)
         del kept
         text = self.refused(500)
-        # Nothing waits in a callback, so that more time would not help there.
+        # A callback does not wait, so more time would not help there.
         in_callback: list[str] = []
         cushion = importlib.import_module("cushion")
         callback = cushion.on_shortage(lambda *_: in_callback.append(self.refused(400)))
         self.refused(500)
         cushion.remove_callback(callback)
         self.assertIn("14.06 GiB wait for work on other streams.", in_callback[0])
-        # Nor would it where the rungs that wait are left out.
+        # Nor would it if the rungs that wait are skipped.
         with cushion.budget(skip=["events", "wait"]):
             self.assertIn("14.06 GiB wait for work on other streams.", self.refused(500))
         standin.finish_all()
@@ -180,7 +178,7 @@ class Messages(support.TorchCase):
         support.Standin().tenant(900 * self.UNIT)
         text = self.refused(500)
         support.Standin().tenant(0)
-        self.assertIn("end one, or wait longer for it to end, by CUSHION_WAIT_MS=", text)
+        self.assertIn("end one of them, or wait longer with CUSHION_WAIT_MS=", text)
         return text
 
     def made_up(self) -> str:
@@ -191,7 +189,7 @@ class Messages(support.TorchCase):
         kept = self.empty(900)
         with importlib.import_module("cushion").budget(skip="callbacks"):
             text = self.refused(500)
-        self.assertIn("maybe enough: callbacks.", text)
+        self.assertIn("may be enough: callbacks.", text)
         del kept
         return text
 
@@ -199,15 +197,15 @@ class Messages(support.TorchCase):
         kept = self.empty(900)
         with self.assertRaises(torch.cuda.OutOfMemoryError) as raised, torch.cuda.graph(torch.cuda.CUDAGraph()):
             self.empty(500)
-        self.assertIn("Run what is captured once before", str(raised.exception))
+        self.assertIn("Run the captured work once before", str(raised.exception))
         del kept
         return str(raised.exception)
 
 
 class MessagesWithoutTorch(Simulated):
-    """On simulated devices nothing of PyTorch's can be called, and `cushion.install()` refuses."""
+    """On simulated devices PyTorch cannot be used, and `cushion.install()` raises."""
 
-    def test_what_they_tell_people_to_write(self) -> None:
+    def test_code_in_messages(self) -> None:
         conf = "per_process_memory_fraction:0.5,paged:False"
         self.engine.start(self.engine.gather_settings({}, conf=conf))
         texts = []
@@ -232,7 +230,7 @@ class MessagesWithoutTorch(Simulated):
 
 @needs_torch
 class Refusals(support.TorchCase):
-    """What `cushion.retry` refuses, it says how to mend: each option that an error names is accepted."""
+    """Errors of `cushion.retry` name options that fix them: each of these options is accepted."""
 
     def setUp(self) -> None:
         import torch
@@ -249,7 +247,7 @@ class Refusals(support.TorchCase):
         return loss.detach()
 
     def named(self, call: Callable[..., Any], **given: Any) -> set[str]:
-        """The options that the error of a call names. With each of them the call is done."""
+        """Returns the options that the error of a call names. Checks that the call succeeds with each of them."""
         with self.assertRaises((TypeError, ValueError)) as raised:
             call(**given)
         named = snippets.options(str(raised.exception))
@@ -294,7 +292,7 @@ class Refusals(support.TorchCase):
 
 
 def starts(script: Path) -> bool:
-    """Whether a script is there, and the Python that it was installed for, too."""
+    """Returns whether a script exists, and the Python that it was installed for."""
     if not script.exists():
         return False
     first = script.read_text().partition("\n")[0]
@@ -302,9 +300,9 @@ def starts(script: Path) -> bool:
 
 
 class Commands(unittest.TestCase):
-    """Commands in the pages, in a folder with the files that they name."""
+    """Runs the commands of the pages, in a folder with the files that they name."""
 
-    # A program of one's own; PyTorch, where there is one, is served by Cushion.
+    # A program of the user. If PyTorch is installed, it uses Cushion.
     PROGRAM = """
 import importlib.util, sys
 if importlib.util.find_spec("torch"):
@@ -349,15 +347,15 @@ print("ran", *sys.argv[1:])
                 starter = re.search(r"\bcushion run (torchrun|accelerate)\b", command)
                 if starter is not None and not starts(Path(sys.executable).with_name(starter[1])):
                     self.skipTest(f"there is no {starter[1]} beside {sys.executable} that starts")
-                # The same in less time.
+                # The same command with less work.
                 done = self.sh(re.sub(r"(--seeds|--nproc-per-node) \d+", r"\1 1", command))
-                # 1 says that a trace does not fit, which is an answer.
+                # Status 1 means that a trace does not fit.
                 allowed = (0, 1) if command.startswith("cushion replay") else (0,)
                 self.assertIn(done.returncode, allowed, done.stdout)
                 if ".py" in command or "-m" in command.split():
                     self.assertIn("ran", done.stdout)
 
-    def test_synopses_have_options_that_are_there(self) -> None:
+    def test_options_in_synopses_exist(self) -> None:
         synopses = [it for it in snippets.commands() if snippets.is_synopsis(it.code)]
         self.assertGreater(len(synopses), 2)
         for block in synopses:
@@ -370,8 +368,8 @@ print("ran", *sys.argv[1:])
 
 @needs_torch
 class Names(support.TorchCase):
-    def test_names_in_texts_are_there(self) -> None:
-        """In errors, warnings, docstrings and sentences of pages, which are no programs that could be run."""
+    def test_names_in_texts_exist(self) -> None:
+        """In errors, warnings, docstrings and sentences of pages, which cannot be run."""
         count = 0
         for where, text in (*snippets.texts_of_packages(), *snippets.texts_of_pages()):
             with self.subTest(where):
@@ -379,9 +377,9 @@ class Names(support.TorchCase):
             count += 1
         self.assertGreater(count, 500)
 
-    def test_variables_in_texts_are_there(self) -> None:
+    def test_variables_in_texts_exist(self) -> None:
         options = (support.ROOT / "docs" / "options.md").read_text()
-        # The last one is for `cushion run` alone.
+        # The last one is only for `cushion run`.
         known = {*re.findall(r"\| `(CUSHION_[A-Z_0-9]+)` \|", options), "CUSHION_REQUIRED"}
         for where, text in (*snippets.texts_of_packages(), *snippets.texts_of_pages()):
             named = set(re.findall(r"\bCUSHION_[A-Z_0-9]+\b", text))
@@ -390,8 +388,8 @@ class Names(support.TorchCase):
 
 
 class Sources(unittest.TestCase):
-    def test_every_piece_in_the_source_of_messages_is_known(self) -> None:
-        """The tests above see all there is: what is in the source of the messages is in one that they have seen."""
+    def test_every_piece_of_code_in_the_source_of_messages_is_tested(self) -> None:
+        """Every piece of code in the source of the messages occurs in a message that the tests above have seen."""
         source = (support.ROOT / "crates" / "cushion-torch" / "src" / "message.rs").read_text()
         texts = re.findall(r'"((?:[^"\\]|\\[\s\S])*)"', re.sub(r"^\s*//.*$", "", source, flags=re.MULTILINE))
         shown = re.compile(r"(?:\bcushion|\btorch)(?:\.\w+)+\(|\bCUSHION_[A-Z_]+=")

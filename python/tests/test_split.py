@@ -1,4 +1,4 @@
-"""Steps that are run in parts: how a batch is split, and which size is known to be too large."""
+"""Steps that run in parts: how a batch is split, and which size is remembered as too large."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Splitting(unittest.TestCase):
         card = Card(0)
         with self.assertRaises(MemoryError):
             cushion.retry(card.step, Rows(range(5)), split=cushion.split_batch, combine=sum)
-        # In 4 parts one has two rows; eight there cannot be, but five.
+        # Of 4 parts one has two rows. 8 parts cannot be made, but 5 can.
         self.assertEqual(card.seen, [5, 2, 1, 1])
         card.room = 1
         self.assertEqual(cushion.retry(card.step, Rows(range(3)), split=cushion.split_batch, combine=sum), 3)
@@ -42,7 +42,7 @@ class Splitting(unittest.TestCase):
         cushion.retry(step, Rows(range(8)), split=cushion.split_batch, combine=list)
         self.assertEqual(seen, [8, 4, 4, 2, 2, 2, 2])
 
-    def test_a_split_of_one_s_own(self) -> None:
+    def test_a_custom_split(self) -> None:
         def halves(parts: int, names: list[str]) -> list[tuple[tuple[list[str]], dict[str, Any]]]:
             if parts > 2:
                 raise cushion.CannotSplit("2 at most")
@@ -59,7 +59,7 @@ class Splitting(unittest.TestCase):
         if hasattr(raised.exception, "__notes__"):
             self.assertIn("a part cannot be made smaller: 2 at most", raised.exception.__notes__[0])
 
-    def test_a_split_that_never_says_no(self) -> None:
+    def test_a_split_that_never_raises(self) -> None:
         asked: list[int] = []
 
         def split(parts: int) -> list[tuple[tuple[()], dict[str, Any]]]:
@@ -70,12 +70,12 @@ class Splitting(unittest.TestCase):
             cushion.retry(failing(1000), split=split, combine=list)
         self.assertEqual(len(asked), 30)
 
-    def test_an_error_in_a_split_passes(self) -> None:
+    def test_an_error_in_a_split_is_raised(self) -> None:
         with self.assertRaises(ZeroDivisionError):
             cushion.retry(failing(1), split=lambda parts: 1 // 0, combine=list)
 
     def test_no_tensor_to_split(self) -> None:
-        # Refused before the step has run once, and not in a shortage.
+        # Refused before the step has run, without a shortage.
         step = mock.Mock(return_value=1, spec=[])
         for arguments in ((), (1, "two", None), (types.SimpleNamespace(shape=()),)):
             with self.assertRaisesRegex(cushion.CannotSplit, "no argument is a tensor with a dimension 0"):
@@ -86,7 +86,7 @@ class Splitting(unittest.TestCase):
         with self.assertRaises(MemoryError):
             cushion.retry(failing(1), Rows([]), split=cushion.split_batch, combine=list)
 
-    def test_what_is_split_and_what_is_whole(self) -> None:
+    def test_split_and_whole_arguments(self) -> None:
         Pair = namedtuple("Pair", "rows name")
         whole = Rows(range(3))
         arguments = (Rows(range(5)), [Rows(range(5, 10)), "text"], Pair(Rows(range(5)), "pair"), None, 3)
@@ -107,7 +107,7 @@ class Splitting(unittest.TestCase):
             self.assertEqual(kwargs.keys(), given.keys())
         self.assertEqual(given["more"]["deep"].values, list(range(5)))
 
-    def test_parts_are_as_equal_as_can_be(self) -> None:
+    def test_parts_are_nearly_equal(self) -> None:
         for length in range(1, 40):
             for parts in (2, 4, 8, 16, 32):
                 split = [args[0].values for args, _ in cushion.split_batch(parts, Rows(range(length)))]
@@ -121,7 +121,7 @@ class Splitting(unittest.TestCase):
         with self.assertRaisesRegex(cushion.CannotSplit, "dimension 2"):
             cushion.split_batch.along(2)(2, Rows(range(4)))
 
-    def test_share_goes_to_those_who_take_it(self) -> None:
+    def test_share_is_passed_to_steps_that_take_it(self) -> None:
         shares: list[Any] = []
 
         def takes(rows: Rows, share: float = 1.0) -> None:
@@ -144,7 +144,7 @@ class Splitting(unittest.TestCase):
 
         self.assertEqual(run(takes, Rows(range(3))), [1.0, 1 / 3, 2 / 3])
         self.assertEqual(run(takes_by_name, Rows(range(3))), [1.0, 1 / 3, 2 / 3])
-        # What the program gives is shared out.
+        # A share that the program passes is divided among the parts.
         self.assertEqual(run(takes, Rows(range(4)), share=0.5), [0.25, 0.25])
         self.assertEqual(run(takes, Rows(range(4)), 0.5), [0.25, 0.25])
         self.assertEqual(run(takes_anything, Rows(range(3)), key=1, loss="sum"), [{"key": 1}] * 3)
@@ -157,7 +157,7 @@ class Splitting(unittest.TestCase):
             if len(rows.values) > 2:
                 raise MemoryError
 
-        # It is not called with the share itself, however that is given.
+        # The weight function does not get the share.
         def weight(rows: Rows, more: Any = None) -> int:
             return sum(rows.values)
 
@@ -167,7 +167,7 @@ class Splitting(unittest.TestCase):
             cushion.retry(step, Rows([1, 2, 3, 4]), *args, **kwargs, **options)
             self.assertEqual(shares[-2:], [0.3, 0.7])
 
-    def test_a_split_that_says_the_shares_itself(self) -> None:
+    def test_a_split_that_returns_the_shares(self) -> None:
         shares: list[float] = []
 
         def step(names: str, share: float = 1.0) -> None:
@@ -206,18 +206,18 @@ class Knowing(unittest.TestCase):
         self.assertEqual(self.seen(card, 4, width=40), [1, 1, 1, 1])
 
     def test_after_giving_up_the_next_call_begins_whole(self) -> None:
-        # One row was too large, which says nothing about the next call: it might have been anybody's shortage.
+        # One row was too large. That is not remembered: another program may have used the memory.
         card = Card(0)
         with self.assertRaises(MemoryError):
             self.seen(card, 4)
         card.room = 100
         self.assertEqual(self.seen(card, 4), [4])
 
-    def test_a_success_at_that_size_is_known_too(self) -> None:
+    def test_a_success_at_the_size_that_failed(self) -> None:
         card = Card(4)
         self.seen(card, 8)
         card.room = 100
-        # 8 failed, so it is not tried; but parts of 8, which are all that this split can make, work.
+        # 8 failed, so it is not tried whole; but this split can make only parts of 8, and they work.
         self.assertEqual(self.seen(card, 8), [4, 4])
 
         def halves(parts: int, rows: Rows) -> Any:
@@ -232,7 +232,7 @@ class Knowing(unittest.TestCase):
         card = Card(4)
         self.assertEqual(self.seen(card, 8, width=10), [8, 4, 4])
         self.assertEqual(self.seen(card, 6, width=10), [6, 3, 3])
-        # 60 elements failed, and 80 did.
+        # 60 elements failed, and so did 80.
         self.assertEqual(self.seen(card, 7, width=10), [3, 4])
         self.assertEqual(self.seen(card, 5, width=10), [5, 2, 3])
 
@@ -242,7 +242,7 @@ class Knowing(unittest.TestCase):
         # 4 failed, and 3 did not.
         self.assertEqual(self.seen(card, 3), [3])
 
-    def test_methods_are_known_by_what_they_are_bound_to(self) -> None:
+    def test_methods_are_remembered_by_their_owner(self) -> None:
         small, large = Card(2), Card(100)
         self.seen(small, 8)
         self.assertEqual(self.seen(large, 8), [8])
@@ -255,7 +255,7 @@ class Knowing(unittest.TestCase):
         del card
         self.assertIsNone(gone())
 
-    def test_steps_that_cannot_be_known(self) -> None:
+    def test_steps_that_cannot_be_remembered(self) -> None:
         class Unhashable(Card):
             __hash__ = None  # type: ignore[assignment]
 
@@ -263,13 +263,13 @@ class Knowing(unittest.TestCase):
         for _ in range(2):
             self.assertEqual(self.seen(card, 8), [8, 4, 4])
 
-    def test_nothing_is_known_without_a_split(self) -> None:
+    def test_nothing_is_remembered_without_a_split(self) -> None:
         card = Card(4)
         with self.assertRaises(MemoryError):
             cushion.retry(card.step, Rows(range(8)))
         self.assertEqual(self.seen(card, 8), [8, 4, 4])
 
-    def test_nothing_is_known_without_tensors(self) -> None:
+    def test_nothing_is_remembered_without_tensors(self) -> None:
         seen: list[int] = []
 
         def step(names: str) -> None:
@@ -284,7 +284,7 @@ class Knowing(unittest.TestCase):
             cushion.retry(step, "ab", split=letters, combine=list)
         self.assertEqual(seen, [2, 1, 1] * 2)
 
-    def test_signatures_are_looked_at_once(self) -> None:
+    def test_signatures_are_read_once(self) -> None:
         card = Card(4)
         with mock.patch.object(_adding, "_takes_share", wraps=_adding._takes_share) as looked:
 

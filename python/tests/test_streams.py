@@ -1,4 +1,4 @@
-"""Memory across streams, in captures and in private pools."""
+"""Memory on several streams, in captures and in private pools."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Streams(TorchCase):
         del kept
         self.assertNotEqual(torch.empty(MIB, dtype=torch.uint8, device="cuda").data_ptr(), address)
 
-    def test_its_own_stream_needs_no_event(self) -> None:
+    def test_recording_its_own_stream_needs_no_event(self) -> None:
         torch = self.install()
         kept = torch.empty(MIB, dtype=torch.uint8, device="cuda")
         Standin().launch(0)
@@ -78,7 +78,7 @@ class Streams(TorchCase):
         torch.empty(0, device="cuda").record_stream(side)
         torch.empty(1, device="cuda").record_stream(side)
 
-    def test_empty_cache_waits_for_nobody_s_live_memory(self) -> None:
+    def test_empty_cache_does_not_wait_for_live_memory(self) -> None:
         torch = self.install()
         standin, side = Standin(), torch.cuda.Stream()
         kept = torch.empty(30 * MIB, dtype=torch.uint8, device="cuda")
@@ -107,7 +107,7 @@ class Graphs(TorchCase):
     changes = {"STANDIN_CAPACITY": str(2 * GIB)}
 
     def pools(self, torch: Any) -> dict[tuple[int, int], int]:
-        """Bytes reserved, by pool."""
+        """Returns the reserved bytes of each pool."""
         result: dict[tuple[int, int], int] = {}
         for segment in torch.cuda.memory_snapshot():
             pool = tuple(segment["segment_pool_id"])
@@ -120,14 +120,14 @@ class Graphs(TorchCase):
             kept = torch.empty(size, dtype=torch.uint8, device="cuda")
         return graph, kept
 
-    def test_a_pool_of_its_own(self) -> None:
+    def test_a_private_pool(self) -> None:
         torch = self.install()
         outside = torch.empty(40 * MIB, dtype=torch.uint8, device="cuda")
         graph, inside = self.capture(torch, 40 * MIB)
         pools = self.pools(torch)
         self.assertEqual(len(pools), 2)
         self.assertEqual(pools[tuple(graph.pool())], 40 * MIB)
-        # Memory that is free in the pool serves nobody outside of it.
+        # Free memory in the pool does not serve requests outside it.
         address = inside.data_ptr()
         del inside
         self.assertNotEqual(torch.empty(40 * MIB, dtype=torch.uint8, device="cuda").data_ptr(), address)
@@ -147,7 +147,7 @@ class Graphs(TorchCase):
         self.assertNotIn(40 * MIB, self.pools(torch).values())
         self.assertEqual(Standin().held(), torch.cuda.memory_reserved())
 
-    def test_what_lives_on_outlives_the_graph(self) -> None:
+    def test_live_memory_outlives_the_graph(self) -> None:
         torch = self.install()
         graph, inside = self.capture(torch, 40 * MIB)
         before = torch.cuda.memory_allocated()
@@ -166,7 +166,7 @@ class Graphs(TorchCase):
         address = inside.data_ptr()
         del inside
         second, inside = self.capture(torch, 40 * MIB, pool)
-        # The later graph may use what the earlier one left: they run one after the other.
+        # The later graph may use free memory of the earlier one: they run one after the other.
         self.assertEqual(inside.data_ptr(), address)
         self.assertEqual(self.pools(torch)[tuple(pool)], 40 * MIB)
         del inside
@@ -186,7 +186,7 @@ class Graphs(TorchCase):
         self.assertNotEqual(b.data_ptr(), address)
         self.assertNotEqual(tuple(first.pool()), tuple(second.pool()))
 
-    def test_other_streams_work_outside_of_the_pool_meanwhile(self) -> None:
+    def test_other_streams_allocate_outside_the_pool_during_a_capture(self) -> None:
         torch = self.install()
         side = torch.cuda.Stream()
         graph = torch.cuda.CUDAGraph()
@@ -205,7 +205,7 @@ class Graphs(TorchCase):
         del inside, outside
 
     def test_cuda_fails_in_a_capture(self) -> None:
-        """PyTorch's own question about the capture throws then, which may not come through Cushion."""
+        """PyTorch's query of the capture throws then. The exception must not pass through Cushion."""
         torch = self.install()
         if self.policy is None:
             self.skipTest("it is about Cushion")
@@ -225,7 +225,7 @@ class Graphs(TorchCase):
         kept = torch.empty(MIB, dtype=torch.uint8, device="cuda")
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            # Freed with an event, which may not be queried now.
+            # Freed with an event, which must not be queried in a capture.
             standin.launch(side.cuda_stream)
             kept.record_stream(side)
             del kept
@@ -251,7 +251,7 @@ class Graphs(TorchCase):
         self.assertNotIn(40 * MIB, self.pools(torch).values())
         graph, inside = self.capture(torch, 40 * MIB)
 
-    def test_a_hundred_captures_leave_nothing(self) -> None:
+    def test_a_hundred_captures_leave_nothing_allocated(self) -> None:
         torch = self.install()
         torch.empty(1, device="cuda")
         self.capture(torch, 40 * MIB)
@@ -284,17 +284,17 @@ class GraphsExpandable(Graphs):
 
 class GraphsPaged(Graphs):
     policy = "paged"
-    # These tell PyTorch's numbers, to the byte.
-    test_a_pool_of_its_own = None  # type: ignore[assignment]
+    # These expect PyTorch's sizes, to the byte.
+    test_a_private_pool = None  # type: ignore[assignment]
     test_several_graphs_share_a_pool = None  # type: ignore[assignment]
-    test_other_streams_work_outside_of_the_pool_meanwhile = None  # type: ignore[assignment]
+    test_other_streams_allocate_outside_the_pool_during_a_capture = None  # type: ignore[assignment]
     test_snapshot_of_one_pool = None  # type: ignore[assignment]
 
 
 class GraphsOfPyTorch(Graphs):
     policy = None
-    # The stand-in does not know that a capture may let other threads and streams do as they like.
-    test_other_streams_work_outside_of_the_pool_meanwhile = None  # type: ignore[assignment]
+    # The stand-in does not support captures in which other threads and streams are unrestricted.
+    test_other_streams_allocate_outside_the_pool_during_a_capture = None  # type: ignore[assignment]
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""Cushion inside PyTorch: how it gets in, what PyTorch reads from the environment, the profiler, Python's lock,
-forks, and the end of a program."""
+"""Cushion inside PyTorch: installation, PyTorch's environment variables, the profiler, the GIL, forks, and the end of a
+program."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ class Installing(TorchCase):
             cushion.install()
         self.assertIn("CUDA is in use already", str(raised.exception))
         self.assertFalse(cushion.is_installed())
-        # PyTorch's own goes on.
+        # PyTorch's own allocator goes on.
         self.assertEqual(torch.cuda.memory_allocated(), MIB)
         self.assertEqual(torch.cuda.get_allocator_backend(), "native")
         del kept
 
-    def test_after_a_question_that_does_not_start_cuda(self) -> None:
+    def test_after_a_query_that_does_not_initialize_cuda(self) -> None:
         import torch
 
         self.assertTrue(torch.cuda.is_available())
@@ -72,14 +72,14 @@ class Installing(TorchCase):
         self.assertTrue(segment["is_expandable"])
         self.assertEqual(torch.cuda.memory_stats()["max_split_size"], 64 * MIB)
 
-    def test_out_of_memory_is_pytorch_s_error(self) -> None:
+    def test_out_of_memory_is_the_error_of_pytorch(self) -> None:
         from cushion import _cushion
 
         self.install()
         raised = _cushion.start(_cushion.gather_settings({}))
         self.assertEqual(raised, "torch.OutOfMemoryError")
 
-    def test_a_second_install_changes_what_it_names(self) -> None:
+    def test_a_second_install_changes_only_given_options(self) -> None:
         import torch
 
         import cushion
@@ -94,14 +94,14 @@ class Installing(TorchCase):
         self.assertEqual(_cushion.conf(), "max_split_size_mb:64")
         self.assertEqual(_cushion.memory_fraction(0), 1.0)
         self.assertEqual(torch.cuda.memory_stats()["max_split_size"], 64 * MIB)
-        # What is in use stays as it is laid out, and new memory is the new policy's.
+        # Memory in use keeps its layout, and new memory has the new policy.
         large = torch.empty(64 * MIB, dtype=torch.uint8, device="cuda")
         kinds = [segment["is_expandable"] for segment in torch.cuda.memory_snapshot()]
         self.assertEqual(sorted(kinds), [False, True])
 
 
 class Environment(TorchCase):
-    """PyTorch reads its variable while it is loaded, so these start from scratch."""
+    """PyTorch reads its variable at import, so these run in fresh processes."""
 
     warm = False
 
@@ -112,7 +112,7 @@ class Environment(TorchCase):
 
         cushion.install()
         kept = torch.empty(MIB, dtype=torch.uint8, device="cuda")
-        # Here PyTorch reads its variable again, and compares.
+        # Here PyTorch reads its variable again, and compares the backend.
         torch.empty(16).pin_memory()
         torch.empty(16, pin_memory=True)
         self.assertEqual(torch.cuda.memory_allocated(), MIB)
@@ -134,7 +134,7 @@ class Environment(TorchCase):
         self.assert_pinning_works()
 
     @process(PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True,pinned_num_register_threads:2")
-    def test_other_keys_reach_both(self) -> None:
+    def test_other_keys_reach_cushion_and_pytorch(self) -> None:
         self.assert_pinning_works()
         import torch
 
@@ -151,9 +151,9 @@ class Programs(unittest.TestCase):
         self.assertEqual(done.stderr, "")
         return done.stdout
 
-    # Threads that allocate at the end are tested without torch: PyTorch itself, under its own allocator too, aborts
-    # when Python stops such a thread.
-    def test_tensors_that_live_to_the_end(self) -> None:
+    # Threads that allocate during the shutdown are tested without torch: PyTorch aborts when Python stops such a
+    # thread, with its own allocator too.
+    def test_tensors_that_live_until_the_shutdown(self) -> None:
         out = self.program(
             """
             import cushion, torch
@@ -183,7 +183,7 @@ class Programs(unittest.TestCase):
 
 
 class Forking(TorchCase):
-    def test_workers_that_load_data(self) -> None:
+    def test_workers_of_a_data_loader(self) -> None:
         torch = self.install()
         kept = torch.empty(MIB, dtype=torch.uint8, device="cuda")
         stop = threading.Event()
@@ -214,7 +214,7 @@ class Forking(TorchCase):
         self.assertEqual(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), 0)
         self.assertEqual(torch.cuda.memory_allocated(), 4 * MIB)
 
-    def test_a_child_made_before_cuda_was_used_may_use_it(self) -> None:
+    def test_a_child_forked_before_cuda_was_used_may_use_it(self) -> None:
         torch = self.install()
         child = os.fork()
         if child == 0:
@@ -237,7 +237,7 @@ class Profiler(TorchCase):
         used = [
             getattr(event, "device_memory_usage", None) or getattr(event, "cuda_memory_usage", 0) for event in changes
         ]
-        # What an operator does is counted there; what happens between operators stands alone.
+        # Allocations of an operator are counted there; those between operators are separate events.
         averages = {average.key: average for average in profile.key_averages()}
         made = averages["aten::empty"]
         total = getattr(made, "self_device_memory_usage", None)
@@ -272,10 +272,10 @@ class Profiler(TorchCase):
 
 
 class PythonsLock(TorchCase):
-    """A thread that waits inside Cushion lets other threads run Python."""
+    """A thread that waits inside Cushion releases the GIL."""
 
     def while_blocked(self, name: str, act: Any) -> None:
-        """Runs `act` in a thread; while its driver call waits, Python goes on here."""
+        """Runs `act` in a thread, and runs Python code here while its driver call waits."""
         standin = Standin()
         done = threading.Event()
 
@@ -287,8 +287,7 @@ class PythonsLock(TorchCase):
         thread = threading.Thread(target=work)
         thread.start()
         standin.await_blocked()
-        # With the lock kept by the other thread we would not get here: the process would stop until its time
-        # is up.
+        # If the other thread kept the GIL, the process would hang here until its timeout.
         counted = sum(range(1000))
         self.assertEqual((counted, done.is_set()), (499500, False))
         standin.unblock()
@@ -305,7 +304,7 @@ class PythonsLock(TorchCase):
         self.while_blocked(self.CALL[self.policy], lambda: torch.empty(64 * MIB, dtype=torch.uint8, device="cuda"))
 
     def functions(self) -> tuple[Any, Any, Any]:
-        """Of the plug-in, called with Python's lock kept, as some of PyTorch's functions do."""
+        """Returns functions of the plug-in, called with the GIL held, as some functions of PyTorch do."""
         import ctypes
 
         from cushion import _cushion
@@ -329,8 +328,7 @@ class PythonsLock(TorchCase):
         thread = threading.Thread(target=lambda: got.append(alloc(600 * MIB, 0, None)))
         thread.start()
         asked = Standin().calls("cuEventQuery")
-        # It looks again and again whether the work is done. With the lock kept by it we would not get here before
-        # it gives up.
+        # It polls whether the work is done. If it kept the GIL, this loop would not run before it gives up.
         while Standin().calls("cuEventQuery") < asked + 5:
             time.sleep(0.001)
         self.assertEqual(got, [])
@@ -341,11 +339,11 @@ class PythonsLock(TorchCase):
         self.while_blocked(self.BACK[self.policy], reset)
 
     def held_by_another(self, alloc: Any, free: Any, turns: int, enough: bool = False) -> int:
-        """How often three threads found a mutex taken, that each of them takes only with Python's lock and gives back
-        before it lets go of that; `enough` stops at the first time.
+        """Returns how often three threads found a mutex taken. Each thread takes the mutex only with the GIL held, and
+        releases it before the GIL; `enough` stops at the first time.
 
-        Each turn is one call for Python, so that it switches threads nowhere inside, and what gives its lock up there
-        is alone to blame. Nothing waits for the mutex: with Python's lock held that would be for ever."""
+        Each turn is one call for Python, so that Python does not switch threads inside: only the called function can
+        have released the GIL. Nothing waits for the mutex: with the GIL held that would be a deadlock."""
         import ctypes
         import functools
         import gc
@@ -372,15 +370,15 @@ class PythonsLock(TorchCase):
                 if enough and taken:
                     break
                 if number % 50 == 0:
-                    # So that some have to come from the driver.
+                    # So that some allocations need the driver.
                     reset()
             free(address, size, 0, None)
 
         threads = [threading.Thread(target=work, args=(seed,)) for seed in range(3)]
         before = sys.getswitchinterval()
-        # Somebody always wants Python's lock: whoever gives it up does not get it back before another had it.
+        # A thread always waits for the GIL, so a thread that releases it gets it back only after another.
         sys.setswitchinterval(1e-6)
-        # What it collects may run Python.
+        # A collection may run Python code.
         gc.disable()
         try:
             for thread in threads:
@@ -393,9 +391,9 @@ class PythonsLock(TorchCase):
         return len(taken)
 
     @process(timeout=60)
-    def test_a_caller_with_a_lock_of_its_own(self) -> None:
-        """Whoever holds a mutex and Python's lock keeps both while nothing has to be waited for: another thread
-        that took Python's lock meanwhile, and waited for the mutex, would wait for ever."""
+    def test_the_gil_is_kept_if_nothing_has_to_be_waited_for(self) -> None:
+        """A caller that holds a mutex and the GIL keeps both if Cushion has nothing to wait for. Otherwise another
+        thread could take the GIL and wait for the mutex: a deadlock."""
         import ctypes
 
         from cushion import _cushion
@@ -405,7 +403,7 @@ class PythonsLock(TorchCase):
         alloc, free, _ = self.functions()
         self.assertEqual(self.held_by_another(alloc, free, 3000), 0)
         self.assertEqual(torch.cuda.memory_allocated(), 0)
-        # The same functions called so that Python's lock is given up for each: that is seen.
+        # The same functions, called so that each call releases the GIL: the test notices that.
         for function in (alloc, free):
             gives_up = getattr(ctypes.CDLL(_cushion.__file__), function.__name__)
             gives_up.restype, gives_up.argtypes = function.restype, function.argtypes
@@ -414,7 +412,7 @@ class PythonsLock(TorchCase):
         self.assertEqual(torch.cuda.memory_allocated(), 0)
 
     @process(timeout=30)
-    def test_questions(self) -> None:
+    def test_queries(self) -> None:
         torch = self.install()
         kept = torch.empty(64 * MIB, dtype=torch.uint8, device="cuda")
         standin = Standin()

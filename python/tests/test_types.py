@@ -1,5 +1,5 @@
-"""Types, as a program with PyTorch sees them: mypy reads the examples and `typed_uses.py`, strictly, with PyTorch's own
-types. A decorated function keeps its signature, and what is wrong is refused."""
+"""Types, as a program with PyTorch sees them: mypy checks the examples and `typed_uses.py` in strict mode, with
+PyTorch's own types. A decorated function keeps its signature, and wrong uses are errors."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ FRAMEWORKS = ("accelerate", "lightning", "pytorch_lightning", "ray", "transforme
 
 
 def config() -> str:
-    """Strict, except for what others leave without types. PyTorch leaves some functions, `Tensor.backward` among them.
-    Frameworks may not be there, so nothing is known of their types, and classes and decorators come from nowhere in the
-    examples that use them. The package itself has a check of its own, without PyTorch."""
+    """Returns a strict configuration, except for libraries without types. Some functions of PyTorch, such as
+    `Tensor.backward`, have none. Frameworks may not be installed, so their types are unknown, also those of base
+    classes and decorators in the examples. The package itself is checked separately, without PyTorch."""
     uses = re.compile(rf"^\s*(?:import|from) (?:{'|'.join(FRAMEWORKS)})\b", re.MULTILINE)
     examples = ",".join(path.stem for path in EXAMPLES if uses.search(path.read_text()))
     return f"""
@@ -48,7 +48,7 @@ EXPECTED = re.compile(r"# error: (.*)$")
 
 
 def mypy() -> list[str] | None:
-    """The command: of this Python, or the tool that `scripts/python.sh` has made."""
+    """Returns the mypy command of this Python, or of the environment of `scripts/python.sh`."""
     if importlib.util.find_spec("mypy") is not None:
         return [sys.executable, "-m", "mypy"]
     tool = TARGET / "venv" / "bin" / "mypy"
@@ -69,7 +69,7 @@ class Types(unittest.TestCase):
 
     @classmethod
     def setUpClass(cls) -> None:
-        """Reads all files at once: reading PyTorch takes the time. What is read is kept for the next run."""
+        """Checks all files at once: reading PyTorch takes most of the time. The cache is kept for the next run."""
         with tempfile.TemporaryDirectory() as folder:
             settings = Path(folder, "mypy.ini")
             settings.write_text(config())
@@ -83,7 +83,7 @@ class Types(unittest.TestCase):
                 text=True,
                 cwd=folder,
             )
-        # 1 is for errors in the files.
+        # Status 1 means errors in the files.
         if done.returncode not in (0, 1):
             raise AssertionError(f"mypy ended with {done.returncode}:\n{done.stdout}{done.stderr}")
         cls.found = {}
@@ -100,7 +100,7 @@ class Types(unittest.TestCase):
             with self.subTest(path.name):
                 self.assertEqual(self.found.get(path.name, {}), {})
 
-    def test_what_is_wrong_is_refused_and_all_else_passes(self) -> None:
+    def test_wrong_uses_are_errors_and_all_others_pass(self) -> None:
         expected = {}
         for number, line in enumerate(TYPED_USES.read_text().splitlines(), 1):
             wrong = EXPECTED.search(line)

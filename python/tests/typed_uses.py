@@ -1,8 +1,7 @@
-"""Uses of the package with types, as mypy sees them with PyTorch's own types: `test_types.py` has mypy read this file.
-It is never run.
+"""Uses of the package, for mypy with PyTorch's own types: `test_types.py` makes mypy check this file. It is never run.
 
-`assert_type` says what a type has to be. A line that mypy has to refuse ends with `# error:` and a part of what mypy
-says about it; every other line has to pass."""
+`assert_type` gives the expected type. A line that has to be an error ends with `# error:` and a part of mypy's message;
+every other line has to pass."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ optimizer = torch.optim.AdamW(model.parameters())
 rows = torch.zeros(4, 1)
 
 
-# ---- decorated functions keep their parameters and what they return ----
+# ---- decorated functions keep their parameters and their result ----
 
 
 @cushion.retry(split=cushion.split_batch, loss="mean", grads=model)
@@ -57,7 +56,7 @@ with cushion.budget(ms=3) as block:
     assert_type(block, cushion.budget)
 
 
-# ---- methods, too ----
+# ---- methods ----
 
 
 class Trainer:
@@ -97,7 +96,7 @@ Trainer.alone("no")  # error: has incompatible type "str"; expected "int"
 Module().predict("no")  # error: has incompatible type "str"; expected "Tensor"
 
 
-# ---- what comes back is what the step returns, or what `combine` returns ----
+# ---- the result is that of the step, or that of `combine` ----
 
 
 def infer(inputs: torch.Tensor) -> torch.Tensor:
@@ -140,7 +139,7 @@ training(128, 3)  # error: Too many arguments
 training("no")  # error: has incompatible type "str"; expected "int"
 
 
-# ---- how a batch is cut ----
+# ---- splits ----
 
 assert_type(cushion.split_batch, cushion.SplitBatch)
 split: cushion.SplitBatch = cushion.split_batch.along(1).whole("mask").rows("targets").samples
@@ -160,7 +159,7 @@ def detect(images: list[Any]) -> float:
 assert_type(detect([rows]), float)
 
 
-# ---- tensors that may leave ----
+# ---- offloaders ----
 
 
 @cushion.offloader
@@ -219,7 +218,7 @@ cushion.on_shortage(whole)  # error: Value of type variable "_Shortage" of "on_s
 cushion.on_refusal(drop_cache)  # error: Value of type variable "_Refusal" of "on_refusal" cannot be
 
 
-# ---- receipts: PyTorch's exception has no attribute that types know of, and `receipt_of` has them ----
+# ---- receipts: the types of PyTorch's exception have no `receipt`, and `receipt_of` is typed ----
 
 try:
     step(rows, rows)
@@ -234,7 +233,7 @@ except cushion.OutOfMemoryError as without_torch:
 assert_type(cushion.receipts(0), list[cushion.Receipt])
 
 
-# ---- settings ----
+# ---- options ----
 
 cushion.install(policy="expandable", wait_ms=0, skip_rungs=["wait", "spill"])
 cushion.install(policy="segment")  # error: incompatible type "Literal['segment']"; expected "Literal['segments',

@@ -1,4 +1,4 @@
-/* Every function of cushion.h as a C program sees it: `c [cuda|simulated]`. */
+/* Tests every function of cushion.h from C: `c [cuda|simulated]`. */
 #include <math.h>
 #include <pthread.h>
 #include <sched.h>
@@ -11,7 +11,7 @@
 /* A conf string for each policy. */
 static const char *const POLICIES[] = {"", "expandable_segments:True", "paged:False"};
 
-/* The device under test, with a cache of its own. */
+/* Makes the device under test, with a cache of its own. */
 static cushion_device *make(const char *conf) {
     cushion_device *device = NULL;
     CHECK_STATUS(CUSHION_OK, on_gpu ? cushion_device_cuda(0, conf, &device)
@@ -38,7 +38,7 @@ static void names(void) {
     CHECK(strcmp(cushion_status_name((cushion_status)1000), "unknown status") == 0);
 }
 
-static void devices_that_cannot_be(void) {
+static void invalid_devices(void) {
     cushion_device *device = (cushion_device *)stream(1);
     CHECK_STATUS(CUSHION_INVALID_ARGUMENT, cushion_device_simulated(MIB, NULL, NULL));
     CHECK_SAYS("`out` is NULL");
@@ -56,7 +56,7 @@ static void devices_that_cannot_be(void) {
     CHECK(device == NULL);
 }
 
-/* Every function refuses what is no device. */
+/* Every function refuses a handle that is not a device. */
 static void refuse(cushion_device *device) {
     size_t size = 1, total = 1;
     void *memory = &size;
@@ -76,7 +76,7 @@ static void refuse(cushion_device *device) {
     CHECK_STATUS(CUSHION_INVALID_ARGUMENT, cushion_reset_peak_stats(device));
 }
 
-static void devices_that_are_gone(void) {
+static void destroyed_devices(void) {
     int on_the_stack;
     cushion_device *device = make("");
     CHECK_STATUS(CUSHION_OK, cushion_device_destroy(device));
@@ -128,7 +128,7 @@ static void streams(void) {
         cuda = driver_open();
         CHECK(cuda.stream_create(&one, 1) == 0);
         CHECK(cuda.stream_create(&two, 1) == 0);
-        /* CUDA's number for the default stream of whatever thread asks. */
+        /* 2 is CUDA's handle for the per-thread default stream. */
         CHECK_STATUS(CUSHION_INVALID_ARGUMENT, cushion_alloc(device, MIB, stream(2), &a));
         CHECK(a == NULL);
         CHECK(strstr(cushion_last_error(), "per-thread") != NULL);
@@ -153,7 +153,7 @@ static void streams(void) {
 }
 
 static void statistics(void) {
-    /* PyTorch's segments: of 2 MiB for what is small, of 20 MiB for what is not much larger. */
+    /* PyTorch's segments: 2 MiB for small requests, 20 MiB for requests up to 10 MiB. */
     cushion_device *device = make("paged:False");
     cushion_statistics stats;
     struct {
@@ -190,7 +190,7 @@ static void statistics(void) {
     stats = stats_of(device);
     CHECK(stats.reserved_bytes == 0 && stats.blocks == 0 && stats.reserved_bytes_peak == 22 * MIB);
 
-    /* A caller that sets no size is told; one that knows more than the library keeps what it had. */
+    /* A missing size is an error. Fields of a newer caller that the library does not know are left alone. */
     stats.struct_size = 0;
     CHECK_STATUS(CUSHION_INVALID_ARGUMENT, cushion_stats(device, &stats));
     CHECK_SAYS("struct_size");
@@ -220,7 +220,7 @@ static void out_of_memory(void) {
     CHECK_STATUS(CUSHION_INVALID_ARGUMENT, cushion_set_memory_fraction(device, -0.5));
     CHECK_STATUS(CUSHION_INVALID_ARGUMENT, cushion_set_memory_fraction(device, NAN));
     CHECK_STATUS(CUSHION_OK, cushion_set_memory_fraction(device, 0.25));
-    limit = total / 4 / (2 * MIB) * (2 * MIB); /* whole pages: alone it would fit */
+    limit = total / 4 / (2 * MIB) * (2 * MIB); /* whole pages: this size would fit alone */
     CHECK_STATUS(CUSHION_OK, cushion_alloc(device, 1000, NULL, &small));
     CHECK_STATUS(CUSHION_OUT_OF_MEMORY, cushion_alloc(device, limit, NULL, &memory));
     CHECK_SAYS("out of memory: ");
@@ -234,7 +234,7 @@ static void out_of_memory(void) {
     CHECK_STATUS(CUSHION_OK, cushion_device_destroy(device));
 }
 
-/* Sizes at the ends of what can be counted: served or refused, never anything else. */
+/* Extreme sizes are served or refused, with no other result. */
 static void odd_sizes(void) {
     const size_t capacities[] = {0, 1, MIB, SIZE_MAX / 2, SIZE_MAX};
     const size_t sizes[] = {1, 511, MIB + 1, SIZE_MAX / 2, SIZE_MAX - 511, SIZE_MAX};
@@ -259,7 +259,7 @@ static void options(void) {
     size_t available, total;
     void *memory, *refused;
     CHECK_STATUS(CUSHION_OK, cushion_alloc(device, 12 * MIB, NULL, &memory));
-    /* A whole page, where a segment of 12 MiB would have done. */
+    /* One page of 20 MiB, not a segment of 12 MiB. */
     CHECK(stats_of(device).reserved_bytes == 20 * MIB);
     CHECK_STATUS(CUSHION_OK, cushion_memory_info(device, &available, &total));
     CHECK_STATUS(CUSHION_OUT_OF_MEMORY, cushion_alloc(device, total / 2, NULL, &refused));
@@ -267,7 +267,7 @@ static void options(void) {
     CHECK_STATUS(CUSHION_OK, cushion_device_destroy(device));
 }
 
-static void what_is_live_goes_with_a_device(void) {
+static void destroying_a_device_frees_live_memory(void) {
     cushion_device *device = make("");
     size_t before = 0, after = 0, total;
     void *memory[3];
@@ -282,12 +282,12 @@ static void what_is_live_goes_with_a_device(void) {
         device = make("");
         CHECK_STATUS(CUSHION_OK, cushion_memory_info(device, &after, &total));
         CHECK_STATUS(CUSHION_OK, cushion_device_destroy(device));
-        /* Others may use the GPU too; 128 MiB would show. */
+        /* Other processes may use the GPU too, but a leak of 128 MiB would show. */
         CHECK(after + 64 * MIB > before);
     }
 }
 
-static void everybody_shares_a_gpu(void) {
+static void handles_without_conf_share_a_cache(void) {
     cushion_device *one, *other;
     void *memory;
     uint64_t before;
@@ -305,7 +305,7 @@ static void everybody_shares_a_gpu(void) {
     CHECK_STATUS(CUSHION_OK, cushion_device_destroy(other));
 }
 
-static void the_memory_is_real(void) {
+static void memory_can_be_written_and_read(void) {
     int i;
     driver cuda = driver_open();
     for (i = 0; i < 3; i++) {
@@ -341,7 +341,7 @@ static void *work(void *number) {
         CHECK_STATUS(CUSHION_UNKNOWN_ADDRESS, cushion_free(shared, (void *)(self * 16 + 1)));
         CHECK_STATUS(CUSHION_OK, cushion_free(shared, b));
         CHECK_STATUS(CUSHION_OK, cushion_free(shared, a));
-        /* Each thread has its own. */
+        /* Each thread has its own last error. */
         CHECK_SAYS(own);
     }
     return NULL;
@@ -370,7 +370,7 @@ static void *work_until_refused(void *unused) {
     }
 }
 
-static void a_device_destroyed_under_other_threads(void) {
+static void destroying_a_device_while_other_threads_use_it(void) {
     pthread_t running[THREADS];
     cushion_status status;
     int i;
@@ -382,7 +382,7 @@ static void a_device_destroyed_under_other_threads(void) {
     for (i = 0; i < THREADS; i++) CHECK(pthread_join(running[i], NULL) == 0);
 }
 
-static void as_many_devices_as_there_are_handles(void) {
+static void limit_of_1024_devices(void) {
     static cushion_device *made[1025];
     int count = 0, i;
     while (cushion_device_simulated(MIB, NULL, &made[count]) == CUSHION_OK) CHECK(++count < 1025);
@@ -396,21 +396,21 @@ int main(int count, char **arguments) {
     begin("capi_c", count, arguments);
     CHECK(silent);
     RUN(names);
-    RUN(devices_that_cannot_be);
-    RUN(devices_that_are_gone);
+    RUN(invalid_devices);
+    RUN(destroyed_devices);
     RUN(memory);
     RUN(streams);
     RUN(statistics);
     RUN(out_of_memory);
     RUN(odd_sizes);
     RUN(options);
-    RUN(what_is_live_goes_with_a_device);
+    RUN(destroying_a_device_frees_live_memory);
     RUN(threads);
-    RUN(a_device_destroyed_under_other_threads);
-    RUN(as_many_devices_as_there_are_handles);
+    RUN(destroying_a_device_while_other_threads_use_it);
+    RUN(limit_of_1024_devices);
     if (on_gpu) {
-        RUN(everybody_shares_a_gpu);
-        RUN(the_memory_is_real);
+        RUN(handles_without_conf_share_a_cache);
+        RUN(memory_can_be_written_and_read);
     }
     end();
     return 0;

@@ -1,4 +1,4 @@
-// The classes of cushion.h, as a C++ program sees them: `cpp [cuda|simulated]`.
+// Tests the classes of cushion.h from C++: `cpp [cuda|simulated]`.
 #include <thread>
 #include <vector>
 
@@ -9,15 +9,15 @@ using cushion::device;
 
 static const std::size_t MIB = std::size_t(1) << 20;
 
-static_assert(!std::is_copy_constructible<buffer<int>>::value, "two buffers would free one memory");
-static_assert(!std::is_copy_assignable<buffer<int>>::value, "two buffers would free one memory");
+static_assert(!std::is_copy_constructible<buffer<int>>::value, "two buffers would free the same memory");
+static_assert(!std::is_copy_assignable<buffer<int>>::value, "two buffers would free the same memory");
 static_assert(std::is_nothrow_move_constructible<buffer<int>>::value, "containers move buffers");
 static_assert(std::is_nothrow_move_assignable<buffer<int>>::value, "containers move buffers");
 static_assert(std::is_nothrow_destructible<buffer<int>>::value, "destructors do not throw");
 static_assert(std::is_copy_constructible<device>::value, "a device is a handle");
 static_assert(std::is_nothrow_destructible<device>::value, "destructors do not throw");
 
-// The device under test, with a cache of its own.
+// Makes the device under test, with a cache of its own.
 static device make(const char *conf = "") {
     return on_gpu ? device::cuda(0, conf) : device::simulated(1024 * MIB, conf);
 }
@@ -62,7 +62,7 @@ static void buffers_move() {
     CHECK(gpu.stats().allocated_bytes == 0);
 }
 
-static void a_buffer_keeps_its_device() {
+static void a_buffer_keeps_its_device_alive() {
     buffer<char> kept;
     cushion_device *handle;
     {
@@ -109,7 +109,7 @@ static void failures_are_thrown() {
     CHECK(moved.stats().ooms == 2);
 }
 
-static void memory_runs_out_and_comes_back() {
+static void recovery_from_out_of_memory() {
     device gpu = make();
     const std::size_t part = gpu.memory_info().total / 64;
     gpu.set_memory_fraction(1.0 / 16);
@@ -132,7 +132,7 @@ static void threads() {
     device gpu = make();
     std::vector<std::thread> running;
     for (int self = 0; self < 8; self++) {
-        // Each has its own copy of the device.
+        // Each thread has its own copy of the device.
         running.emplace_back([gpu, self] {
             std::vector<buffer<char>> held(16);
             for (unsigned i = 0; i < 1000; i++) {
@@ -176,7 +176,7 @@ static void streams() {
     }
 }
 
-static void the_memory_is_real() {
+static void memory_can_be_written_and_read() {
     driver cuda = driver_open();
     void *stream = nullptr;
     CHECK(cuda.stream_create(&stream, 1) == 0);
@@ -194,12 +194,12 @@ int main(int count, char **arguments) {
     begin("capi_cpp", count, arguments);
     RUN(buffers_free_what_they_hold);
     RUN(buffers_move);
-    RUN(a_buffer_keeps_its_device);
+    RUN(a_buffer_keeps_its_device_alive);
     RUN(failures_are_thrown);
-    RUN(memory_runs_out_and_comes_back);
+    RUN(recovery_from_out_of_memory);
     RUN(threads);
     RUN(streams);
-    if (on_gpu) RUN(the_memory_is_real);
+    if (on_gpu) RUN(memory_can_be_written_and_read);
     end();
     return 0;
 }

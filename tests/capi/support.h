@@ -1,6 +1,6 @@
 /*
- * What both programs share: checks that stay in release builds, the device under test, and the few functions of the
- * CUDA driver that show that its memory is real. No header of CUDA's is needed.
+ * Shared by both programs: checks that stay in release builds, the choice of the device under test, and the functions
+ * of the CUDA driver that write and read device memory. No header of CUDA's is needed.
  */
 #ifndef CUSHION_TESTS_SUPPORT_H
 #define CUSHION_TESTS_SUPPORT_H
@@ -38,10 +38,10 @@ static void failed(int line, const char *what) {
         printf("%s: ok: %s\n", program_name, #test); \
     } while (0)
 
-/* Whether the device under test is a GPU, rather than a simulated one. */
+/* Whether the device under test is a GPU; otherwise it is simulated. */
 static int on_gpu;
 
-/* Reads the argument. Without one, it is a GPU if there is one; told to use one that is not there, it skips. */
+/* Reads the argument. Without one, uses a GPU if there is one. With `cuda` and no GPU, skips the program. */
 static void begin(const char *program, int count, char **arguments) {
     const char *wanted = count > 1 ? arguments[1] : "any";
     program_name = program;
@@ -66,10 +66,10 @@ static void begin(const char *program, int count, char **arguments) {
     printf("%s: on %s\n", program_name, on_gpu ? "the first GPU" : "a simulated device");
 }
 
-/* The last line of a program that passed. */
+/* Prints the last line of a program that passed. */
 static void end(void) { puts("ok"); }
 
-/* The driver's functions, and a context to call them in. */
+/* Functions of the CUDA driver, with the library they are from. */
 typedef struct driver {
     int (*retain)(void **, int);
     int (*release)(int);
@@ -115,7 +115,7 @@ static void driver_close(driver *cuda) {
     dlclose(cuda->library);
 }
 
-/* Fills memory on the device and looks at it from the host. */
+/* Fills memory on the device and checks a copy on the host. */
 static void check_real(driver *cuda, void *memory, size_t bytes, unsigned char value, void *stream) {
     uint64_t address = (uint64_t)(uintptr_t)memory;
     unsigned char *host = (unsigned char *)malloc(bytes);

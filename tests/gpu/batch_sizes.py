@@ -2,8 +2,8 @@
 
     python tests/gpu/batch_sizes.py [--policy paged] [--cap-gib 24]
 
-Each model is searched in a process of its own, in memory of a fixed size. Then sizes are tried by hand, each in a fresh
-process: what was found has to fit there, and two per cent more must not.
+Each search runs in its own process, with a fixed memory limit. Then sizes are tried without the search, each in a fresh
+process: the answer has to fit there, and two per cent more must not.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def vision(torch: Any) -> tuple[Any, Callable[[int], Any]]:
 
 
 def prepare(given: argparse.Namespace) -> tuple[Any, Callable[[int], float]]:
-    """A model, and one training step of it without the update."""
+    """Returns a model, and one training step of it without the update."""
     import torch
 
     install(given.policy)
@@ -88,7 +88,7 @@ def search(given: argparse.Namespace) -> dict[str, Any]:
     import cushion
 
     model, step = prepare(given)
-    # cuBLAS keeps the memory that its first call takes.
+    # The first call of cuBLAS allocates memory that it keeps.
     step(START)
     model.zero_grad()
     settle()
@@ -105,7 +105,7 @@ def search(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def fits(given: argparse.Namespace) -> dict[str, Any]:
-    """Whether a size fits, as the first and only one of a process."""
+    """Returns whether a size fits in a fresh process."""
     import torch
 
     _, step = prepare(given)

@@ -1,5 +1,5 @@
-"""What the READMEs of gcAllocator and of custom_cuda_allocator tell people to type, call by call, without their
-comments: programs like these have to run as they are. python/tests runs them too, with smaller tensors."""
+"""The code in the READMEs of gcAllocator and custom_cuda_allocator, without comments. Such programs have to run
+unchanged. python/tests runs them too, with smaller tensors."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ tensor.fill_(1.0)
 custom_cuda_allocator.clear_cache()
 """
 
-# It follows the block above, and names two sizes that the reader is to have.
+# Continues the block above. The two sizes are names in the README.
 CUSTOM_CLASS = """
 import torch
 size_in_bytes, num_elements = 1 << 20, 1000

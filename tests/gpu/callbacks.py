@@ -1,9 +1,9 @@
-"""A program's own callbacks in a shortage, each in its own way: the process lives, and the receipt tells.
+"""Callbacks of a program in a shortage: the process goes on, and the receipt records what they did.
 
     python tests/gpu/callbacks.py [--policy P]
 
-They raise, take too long, allocate, free, and call Cushion from another thread; run on the thread that computes
-gradients; and move tensors to the host and back, which have to be the same numbers afterwards.
+The callbacks raise, take too long, allocate, free, and call Cushion from another thread; run on autograd's thread; and
+move tensors to the host and back, without a change of their contents.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def empty(size: int):
 
 
 def refused(checks: Checks, size: int):
-    """Asks for what is refused; returns the receipt."""
+    """Makes an allocation that is refused, and returns the receipt."""
     try:
         empty(size)
     except torch.OutOfMemoryError as error:
@@ -102,14 +102,14 @@ def from_another_thread(checks: Checks, cushion) -> None:
 
 
 def while_gradients_are_computed(checks: Checks, cushion) -> None:
-    """Memory runs out in the backward pass, on PyTorch's own thread."""
+    """Runs out of memory in the backward pass, on autograd's thread."""
     threads: list[str] = []
     x = torch.ones(150 * MIB // 4, device="cuda", requires_grad=True)
     y = x
     for _ in range(8):
         y = (y * 1.0001).sin()
     total = y.sum()
-    # All that is left.
+    # Allocates all free memory.
     torch.cuda.empty_cache()
     kept = [empty(CAP - torch.cuda.memory_reserved() - 100 * MIB)]
 

@@ -1,11 +1,10 @@
-"""A real training run on less memory than PyTorch's allocator needs for it.
+"""A real training run in less memory than PyTorch's allocator needs.
 
     python tests/gpu/capped.py [--cap-gib 24] [--steps 30] [--receipts FILE]
 
-`llama_varlen` of `workloads.py` (a 1.1B Llama, batches of many lengths) with the memory fraction that leaves it so
-many GiB: under PyTorch's allocator it has to run out of memory, and under Cushion it has to finish, with a receipt for
-every shortage it survived; under `paged` there may be none. The receipts of the run under `expandable` are written to
-FILE.
+Runs `llama_varlen` of `workloads.py` (a 1.1B Llama, batches of many lengths) with a memory fraction of `--cap-gib` GiB.
+With PyTorch's allocator it has to run out of memory. With Cushion it has to finish, with a receipt for every shortage;
+with `paged` there may be none. The receipts of the run with `expandable` are written to FILE.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from pathlib import Path
 
 from harness import Checks, main, parser, require_gpu, say, workload
 
-# What it is run with, and what it finds in its environment.
+# The arguments and the environment of each run.
 RUNS = {
     "PyTorch": (("native",), {}),
     "PyTorch, expandable": (("expandable",), {}),

@@ -1,4 +1,4 @@
-"""What a pair of malloc and free costs the CPU through PyTorch's own allocator interface.
+"""Measures the CPU time of a malloc and free pair through PyTorch's allocator interface.
 
     python tests/gpu/cca_speed.py MODE [--policy P] [--turns]
 
@@ -6,9 +6,9 @@ MODE is native, expandable, async, pluggable (an allocator that does nothing: th
 alone) or cushion (with a policy). Prints one JSON line, with nanoseconds per pair: the median of TURNS short turns.
 Needs a C++ compiler, and for pluggable nvcc; the first run builds a small extension, which takes a minute.
 
-With --turns it measures when it is told to: it says that it is ready, and then for each line of JSON on standard input
-({"line": NAME, "cores": [NUMBER…]}) takes one turn on those cores and answers with a line of JSON. `speed.py` has the
-modes take turns in this way.
+With --turns it measures on request: it reports that it is ready, and then, for each line of JSON on standard input
+({"line": NAME, "cores": [NUMBER…]}), measures one turn on those cores and answers with a line of JSON. `speed.py`
+alternates between the modes in this way.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from collections.abc import Callable
 from groups import POLICIES
 from harness import MIB, require_gpu
 
-# How often each line is measured where there is nobody to take turns with.
+# How often each line is measured without --turns.
 TURNS = 15
 
 MODES = {
@@ -53,7 +53,7 @@ static double per(Clock::time_point since, int64_t n) {
   return std::chrono::duration<double, std::nano>(Clock::now() - since).count() / n;
 }
 
-// One block, got and given back again and again.
+// Allocates and frees one block again and again.
 static double pairs(int64_t size, int64_t n) {
   auto stream = c10::cuda::getCurrentCUDAStream().stream();
   auto* allocator = c10::cuda::CUDACachingAllocator::get();
@@ -63,7 +63,7 @@ static double pairs(int64_t size, int64_t n) {
   return per(began, n);
 }
 
-// So many live blocks of sizes from lo to hi, evenly over their logarithms; each step replaces one.
+// Keeps `live` blocks live, of sizes from lo to hi, uniform in their logarithms; each step replaces one.
 static double churn(int64_t live, int64_t n, int64_t lo, int64_t hi) {
   auto stream = c10::cuda::getCurrentCUDAStream().stream();
   auto* allocator = c10::cuda::CUDACachingAllocator::get();
@@ -90,7 +90,7 @@ static double churn(int64_t live, int64_t n, int64_t lo, int64_t hi) {
   return result;
 }
 
-// As `pairs`, by several threads on one stream.
+// As `pairs`, in several threads on one stream.
 static double threads(int64_t count, int64_t size, int64_t n) {
   auto* allocator = c10::cuda::CUDACachingAllocator::get();
   auto stream = c10::cuda::getCurrentCUDAStream().stream();
@@ -111,7 +111,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
 }
 """
 
-# Real memory for the first thousand calls, so that tensors work; then addresses that nobody touches.
+# Returns real memory for the first thousand calls, so that tensors work; then addresses that are never accessed.
 DOES_NOTHING = r"""
 #include <cuda_runtime_api.h>
 #include <sys/types.h>
@@ -142,7 +142,7 @@ def arguments() -> argparse.Namespace:
 
 
 def write(folder: str, name: str, text: str) -> str:
-    """Writes a source, unless it is there: the extension is then not built again."""
+    """Writes a source file, unless it is unchanged: the extension is then not built again."""
     path = os.path.join(folder, name)
     if not os.path.exists(path) or open(path).read() != text:
         with open(path, "w") as file:
@@ -173,7 +173,7 @@ def install_nothing(folder: str) -> None:
 
 
 def time_empty(shape: tuple[int, ...]) -> float:
-    """Nanoseconds of one torch.empty from Python."""
+    """Returns the nanoseconds of one torch.empty from Python."""
     calls = 8_000
 
     def make():
@@ -188,7 +188,7 @@ def time_empty(shape: tuple[int, ...]) -> float:
 
 
 def turns_of(extension) -> dict[str, Callable[[], float]]:
-    """What is measured: a few hundredths of a second of each."""
+    """Returns the functions to measure. Each turn takes a few hundredths of a second."""
     return {
         "pair 4K": lambda: extension.pairs(4096, 60_000),
         "pair 4M": lambda: extension.pairs(4 * MIB, 60_000),
@@ -206,7 +206,7 @@ def take_turns(turns: dict[str, Callable[[], float]]) -> None:
     print(json.dumps({"ready": True, "lines": list(turns)}), flush=True)
     for line in sys.stdin:
         asked = json.loads(line)
-        # Of this thread, and of those it starts.
+        # Applies to this thread, and to those it starts.
         os.sched_setaffinity(0, asked["cores"])
         print(json.dumps({"ns": turns[asked["line"]]()}), flush=True)
 
@@ -234,14 +234,14 @@ def main(given: argparse.Namespace) -> None:
         print(json.dumps(result), flush=True)
     del kept
     if given.mode == "pluggable":
-        # Its addresses are nobody's: nothing may be freed after this.
+        # Its addresses have no memory: nothing may be freed after this.
         os._exit(0)
 
 
 if __name__ == "__main__":
     GIVEN = arguments()
     if MODES[GIVEN.mode]:
-        # Both names, for older versions; they are read when torch is loaded.
+        # Both names, for older versions; torch reads them at import.
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = os.environ["PYTORCH_ALLOC_CONF"] = MODES[GIVEN.mode]
     require_gpu()
     import torch

@@ -1,13 +1,13 @@
-"""Streams destroyed before tensors that were allocated on them are freed, where memory is short: nothing crashes.
+"""Destroys streams before tensors that were allocated on them are freed, with little memory: nothing may crash.
 
     python tests/gpu/destroyed_stream.py [--policy P] [--repeats 10]
 
-A stream that PyTorch did not make asks for memory when all of it is cached for another stream, and so is lent that; or
-when all of it is in use, and so gets host memory. Then the program destroys the stream, and frees the tensor only
-afterwards. CUDA does not check the handle of a stream that is gone: whoever uses it crashes. The memory has to be there
-for the next one, and not before work that was under way on the stream is done with it.
+A stream that PyTorch did not create allocates while all memory is cached for another stream, which then lends it; or
+while all memory is in use, and gets host memory. Then the program destroys the stream, and frees the tensor afterwards.
+CUDA does not check the handle of a destroyed stream: a call with it crashes. The memory has to be available for the
+next request, but not before pending work of the stream is done with it.
 
-Each part runs in a process of its own, so that a crash is a failure of that part.
+Each part runs in its own process, so that a crash is a failure of that part.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from harness import (
 )
 
 LIMIT = 1 * GIB
-# Most of it: there is no room for another one like that.
+# Most of the memory: a second tensor of this size does not fit.
 SIZE = 768 * MIB
 # About 25 ms on a card of 2 GHz.
 SLEEP_CYCLES = 50_000_000
 SPILL_MB = 2048
-# Work under way is done by then; nobody else has memory to wait for.
+# Pending work ends within this time; no other thread has memory to wait for.
 WAIT_MS = 1000
-# Each with whether PyTorch's own allocator can do it.
+# Each part, and whether PyTorch's own allocator can do it.
 PARTS = {"borrowed": True, "borrowed_at_work": True, "a_piece": False, "spilled": False, "spilled_at_work": False}
 
 
@@ -65,8 +65,8 @@ def is_full_of(tensor, number: int, stream) -> bool:
 
 
 def work_on_a_stream(size: int, number: int, at_work: bool, total):
-    """A tensor that a stream allocated, filled and added up; and its handle. The stream is destroyed by now, with its
-    work under way or done."""
+    """Allocates, fills and sums a tensor on a stream, and destroys the stream, with its work pending or done. Returns
+    the tensor and the handle of the stream."""
     import torch
 
     handle = new_stream()
@@ -84,13 +84,13 @@ def work_on_a_stream(size: int, number: int, at_work: bool, total):
 
 
 def summed(size: int, number: int) -> int:
-    """What int32 has for that sum."""
+    """Returns the sum as an int32, with overflow."""
     wrapped = size // 4 * number % (1 << 32)
     return wrapped - (1 << 32) if wrapped >= 1 << 31 else wrapped
 
 
 def lent(checks: Checks, given: argparse.Namespace, at_work: bool, piece: bool = False) -> dict:
-    """Memory that is cached for another stream. A piece of it, where another tensor lies beside it."""
+    """Uses memory that is cached for another stream; a part of it, if another tensor lies next to it."""
     import torch
 
     lender = torch.cuda.Stream()
@@ -104,13 +104,13 @@ def lent(checks: Checks, given: argparse.Namespace, at_work: bool, piece: bool =
         del cached
         beside = full(64 * MIB, -2, lender) if piece else None
         lender.synchronize()
-        # Nothing but what is cached for that stream is left.
+        # Only the memory cached for that stream is left.
         tensor, handle = work_on_a_stream(size, number, at_work, total)
         handles.add(handle)
         borrowed += first <= tensor.data_ptr() < first + SIZE
         del tensor
         again = full(size, 1000 + number, lender)
-        # What was under way on the stream that is gone wrote before this did, or elsewhere.
+        # Pending work of the destroyed stream has written before this, or to other memory.
         torch.cuda.synchronize()
         checks.equal(total.item(), summed(size, number), f"the sum over stream {number}, since destroyed")
         checks.that(is_full_of(again, 1000 + number, lender), f"the memory of stream {number} was used twice")
@@ -123,7 +123,7 @@ def lent(checks: Checks, given: argparse.Namespace, at_work: bool, piece: bool =
 
 
 def spilled(checks: Checks, given: argparse.Namespace, at_work: bool) -> dict:
-    """Host memory, where all of the device's is in use."""
+    """Uses host memory, while all device memory is in use."""
     import torch
 
     import cushion
@@ -138,7 +138,7 @@ def spilled(checks: Checks, given: argparse.Namespace, at_work: bool) -> dict:
         handles.add(handle)
         checks.that(cushion.stats()["spilled_bytes"] >= size, f"tensor {number} is not in host memory")
         del tensor
-        # It may be in use until its work is done; the next one gets memory of its own.
+        # The memory may be in use until its work is done; the next tensor gets other memory.
         again = full(size, 1000 + number, owner)
         torch.cuda.synchronize()
         checks.equal(total.item(), summed(size, number), f"the sum over stream {number}, since destroyed")
@@ -152,7 +152,7 @@ def spilled(checks: Checks, given: argparse.Namespace, at_work: bool) -> dict:
 
 
 def part_body(checks: Checks, given: argparse.Namespace) -> dict:
-    """One part, in a process of its own."""
+    """Runs one part, in its own process."""
     import torch
 
     before = warm()
@@ -174,7 +174,7 @@ def part_body(checks: Checks, given: argparse.Namespace) -> dict:
 
 
 def warm() -> int:
-    """Loads all kernels while there is room; what is allocated."""
+    """Loads all kernels while there is room. Returns the allocated bytes."""
     import torch
 
     stream = torch.cuda.Stream()

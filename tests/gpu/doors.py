@@ -1,10 +1,10 @@
-"""What the READMEs of gcAllocator and of custom_cuda_allocator tell people to type, as it stands (blocks.py), and
-custom_cuda_allocator's memory by address where there is no PyTorch.
+"""Runs the code in the READMEs of gcAllocator and custom_cuda_allocator unchanged (blocks.py), and
+custom_cuda_allocator's memory by address without PyTorch.
 
     python tests/gpu/doors.py [--policy P]
 
-Each runs in a process of its own, since an allocator is installed once in a process; a few lines behind the block look
-at what it left. With `--policy native` there is nothing to run: both packages are Cushion's.
+Each block runs in its own process, because an allocator can be installed once per process; a few lines after the block
+check its results. With `--policy native` there is nothing to run: both packages use Cushion.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from harness import GIB, MIB, Checks, child, main, parser, require_gpu, short
 
 require_gpu()
 
-# Behind every block with PyTorch: whose the memory is, and that it works.
+# After every block with PyTorch: checks that the memory is Cushion's, and that it works.
 COMMON = """
 import json
 import torch
@@ -53,7 +53,7 @@ facts["retries"] = custom_cuda_allocator.get_retry_count()
 print(json.dumps(facts))
 """
 
-# Memory by address as a tensor, to see that it can be used.
+# Uses memory by address as a tensor.
 AFTER_CLASS = """
 class Raw:
     def __init__(self, ptr, size):
@@ -100,7 +100,7 @@ print(json.dumps(facts))
 
 
 def run(checks: Checks, policy: str, program: str, **more: str) -> tuple[list[str], dict, str]:
-    """What a program prints, the facts on its last line, and what it logs and warns of."""
+    """Runs a program. Returns its output, the facts on its last line, and its log messages and warnings."""
     done = child([sys.executable, "-c", program], CUSHION_POLICY=policy, **more)
     checks.equal(done.returncode, 0, f"the exit code ({short(done.stderr[-600:])})")
     lines = done.stdout.splitlines() or ["{}"]
@@ -113,7 +113,7 @@ def run(checks: Checks, policy: str, program: str, **more: str) -> tuple[list[st
 
 
 def gc_tracking(checks: Checks, policy: str) -> None:
-    """A tensor of 37 GiB, told of by hand."""
+    """Tracks a tensor of 37 GiB."""
     size = 100000 * 100000 * 4
     lines, facts, log = run(checks, policy, blocks.GC_TRACKING + COMMON + AFTER_TRACKING)
     checks.equal(len(lines), 4, f"the number of lines in {lines}")
@@ -131,7 +131,7 @@ def gc_tracking(checks: Checks, policy: str) -> None:
 
 
 def gc_context(checks: Checks, policy: str) -> None:
-    """Around a part of a program, with logging from the environment too."""
+    """Uses the context manager, with logging from the environment too."""
     for more in ({}, {"GC_ALLOCATOR_LOG": "1"}):
         block = blocks.GC_CONTEXT.replace("enable_logging=True", "") if more else blocks.GC_CONTEXT
         lines, facts, log = run(checks, policy, block + COMMON + AFTER_CONTEXT, **more)
@@ -142,7 +142,7 @@ def gc_context(checks: Checks, policy: str) -> None:
 
 
 def custom_usage(checks: Checks, policy: str) -> None:
-    """A billion numbers, and what is said of the card."""
+    """Allocates a billion elements, and reads the memory of the device."""
     size = 4 * 1000000000
     for more in ({}, blocks.CUSTOM_ENVIRONMENT):
         lines, facts, log = run(checks, policy, blocks.CUSTOM_USAGE + COMMON + AFTER_USAGE, **more)
@@ -163,7 +163,7 @@ def custom_usage(checks: Checks, policy: str) -> None:
 
 
 def custom_class(checks: Checks, policy: str) -> None:
-    """Memory by address, and a tensor by C++'s options."""
+    """Allocates by address, and a tensor with `TensorOptions`."""
     _, facts, _ = run(checks, policy, blocks.CUSTOM_CLASS + COMMON + AFTER_CLASS)
     checks.equal(facts.get("view"), 7 * MIB, "the sum of a MiB of sevens")
     checks.equal(facts.get("same"), True, "whether the view is of the memory by address")
@@ -175,7 +175,7 @@ def custom_class(checks: Checks, policy: str) -> None:
 
 
 def without_torch(checks: Checks, policy: str) -> None:
-    """Memory by address on a GPU, with no PyTorch."""
+    """Allocates by address on a GPU without PyTorch."""
     _, facts, _ = run(checks, policy, WITHOUT_TORCH)
     checks.that(facts.get("ptr", 0) > 0, f"the address is {facts.get('ptr')}")
     before, after, cleared = (facts.get(name, {}) for name in ("before", "after", "cleared"))

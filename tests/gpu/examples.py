@@ -2,9 +2,9 @@
 
     python tests/gpu/examples.py [--policy P]
 
-Those in Rust, C and C++ are in gpu-kit/examples, built; those in Python are in examples/python. Each has to end well
-and say `ok` in its last line, and none may have been skipped or have run on a simulated device, except those for other
-people's packages where there are none. The policy reaches them as CUSHION_POLICY.
+The built examples in Rust, C and C++ are in gpu-kit/examples, those in Python in examples/python. Each has to exit with
+0 and print `ok` in its last line, and must not be skipped or run on a simulated device; examples for packages that are
+not installed may be skipped. The policy is passed as CUSHION_POLICY.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ require_gpu()
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILT = ROOT / "gpu-kit" / "examples"
-# What has to be there, so that a kit that lacks one is no success.
+# These have to exist: a kit that lacks one fails.
 EXPECTED = {"buffers", "kernel", "capi_c", "capi_cpp", "c_alloc", "cpp_buffers"}
-# For packages that need not be here.
+# Examples for packages that may not be installed.
 OPTIONAL = {"accelerate_habits.py": "Accelerate", "lightning_habits.py": "Lightning"}
 
 
 def commands() -> dict[str, list[str]]:
-    """What there is to run, by name."""
+    """Returns the commands to run, by name."""
     built = {path.name: [str(path)] for path in sorted(BUILT.glob("*")) if os.access(path, os.X_OK)}
     python = {path.name: [sys.executable, str(path)] for path in sorted((ROOT / "examples" / "python").glob("*.py"))}
     return built | python

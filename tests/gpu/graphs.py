@@ -1,10 +1,10 @@
-"""Nine CUDA graphs in one pool, replayed beside eager work on two streams: every result is compared.
+"""Replays nine CUDA graphs in one pool, together with eager work on two streams, and compares every result.
 
     python tests/gpu/graphs.py [--policy P] [--replays 1000]
 
-Each replay's output is compared with the eager result of the same input. Beside the replays, tensors of
-random sizes live for a while on the default stream and on a side stream, each full of a number of its
-own, which has to be there when they die. At the end the graphs are dropped, and their memory comes back.
+The output of each replay is compared with the eager result of the same input. At the same time, tensors of random sizes
+live for a while on the default stream and on a side stream. Each is filled with its own number, which is checked before
+it is freed. At the end the graphs are dropped, and their memory has to be free again.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ BATCHES = (256, 128, 64, 32, 16, 8, 4, 2, 1)
 WIDTH = 1024
 CANARIES = 8
 CAPTURES_DROPPED = 20
-# The same kernels run in a graph as eagerly, on the same input: what differs more is not rounding.
+# Graphs and eager code run the same kernels on the same input: a larger difference is not rounding.
 TOLERANCE = 1e-4
 
 
 class Block(torch.nn.Module):
-    """Adds to its input, so that the output depends on all of it, however deep the model is."""
+    """A residual block, so that the output depends on the whole input, also in a deep model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Captured:
 
 
 class Canaries:
-    """Tensors full of a number of their own: memory handed out twice would change them."""
+    """Tensors that are each filled with their own number: memory that is handed out twice would change them."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
@@ -74,7 +74,8 @@ class Canaries:
             self.drop()
 
     def drop(self) -> None:
-        """Counts the numbers changed in the oldest; one of the side stream is read on the default one."""
+        """Drops the oldest tensor. Returns how many of its elements have changed. A tensor of the side stream is read
+        on the default stream."""
         tensor, number, on_side = self.alive.popleft()
         if on_side:
             torch.cuda.current_stream().wait_stream(self.side)
@@ -84,14 +85,14 @@ class Canaries:
 
 
 def private_bytes() -> int:
-    """What the pools of graphs have reserved."""
+    """Returns the bytes that the pools of graphs have reserved."""
     return sum(
         segment["total_size"] for segment in torch.cuda.memory_snapshot() if tuple(segment["segment_pool_id"]) != (0, 0)
     )
 
 
 def drop_workspaces() -> None:
-    """cuBLAS keeps a workspace for each stream it saw, the stream of captures included."""
+    """Frees the workspaces that cuBLAS keeps for each stream, also for the stream of captures."""
     torch._C._cuda_clearCublasWorkspaces()
     settle()
 
@@ -121,7 +122,7 @@ def replay(checks: Checks, model: torch.nn.Module, captured: list[Captured], rep
 def body(checks: Checks, arguments) -> dict:
     torch.manual_seed(1)
     model = torch.nn.Sequential(*[Block() for _ in range(8)]).cuda()
-    # PyTorch keeps a few small tensors from the first capture on.
+    # PyTorch keeps a few small tensors after the first capture.
     Captured(model, 1, None)
     drop_workspaces()
     allocated = torch.cuda.memory_allocated()

@@ -1,17 +1,16 @@
-"""One thread makes, replays and drops CUDA graphs; another runs out of memory again and again: all stays right.
+"""One thread creates, replays and drops CUDA graphs, while another runs out of memory again and again.
 
     python tests/gpu/graphs_under_shortage.py [--policy P] [--seconds 180] [--gib 8] [--seed 1]
 
-The first thread captures graphs, each in a pool of its own or several in one, and replays them on streams other than
-that of the capture. It drops most of them while their replays are still under way, and reads the results afterwards.
-The second fills what the process may hold with tensors until it is refused, which has everything cached given back:
-the memory of dropped graphs, too. So memory must not go while a replay uses it. Every graph, and every tensor, is full
-of numbers that are known to the bit.
+The first thread captures graphs, each in its own pool or several in one, and replays them on streams other than that of
+the capture. It drops most of them while their replays are still running, and reads the results afterwards. The second
+thread allocates tensors up to the limit of the process until it is refused. A shortage releases all cached memory, also
+that of dropped graphs: it must not release memory that a replay still uses. The contents of every graph and every
+tensor are known to the bit.
 
-A capture gives nothing back, so that one beside a full memory may be refused: that is counted, and it is tried again.
-After three times in a row the other thread lets go of all and waits meanwhile: then it has to fit. At the end nothing
-is left.
-"""
+A capture releases no memory, so it may be refused while memory is full: that is counted, and the capture is tried
+again. After three refusals in a row the other thread frees all its memory and waits: then the capture has to fit. At
+the end nothing may be allocated."""
 
 from __future__ import annotations
 
@@ -28,19 +27,19 @@ require_gpu()
 
 import torch  # noqa: E402
 
-# What the thread of graphs keeps alive at most, in sets of one to four graphs.
+# How many sets of one to four graphs the thread of graphs keeps alive.
 SETS_ALIVE = 3
-# Refused so often in a row, it has the other thread let go.
+# After this many refusals in a row the other thread frees all its memory.
 PATIENCE = 3
-# The second thread keeps this share of what may be held, at most, once it was refused.
+# After a refusal the second thread keeps at most the limit divided by this.
 KEPT_SHARE = 3
-# Until the card and the driver are used to it; what is held then is held at the end.
+# Seconds of warm-up. The memory held after it is compared with that at the end.
 WARM_UP = 10.0
-# Threads that are not done so many seconds after they were told to stop are stuck.
+# Threads that run this many seconds after the request to stop count as hanging.
 STUCK = 60.0
-# The driver moves the card's free memory a little.
+# The driver changes the device's free memory a little.
 CARD_TOLERANCE = 64 * MIB
-# One request waits no longer than this for memory of the other thread: refusals are to come quickly.
+# How long a request waits for memory of the other thread: short, so that refusals come quickly.
 WAIT_MS = 20
 
 WORD = 1 << 32
@@ -48,7 +47,7 @@ WORD = 1 << 32
 
 @dataclass
 class Counts:
-    """What was done; each thread has its own."""
+    """Counts of one thread."""
 
     graphs: int = 0
     shared: int = 0
@@ -75,19 +74,19 @@ def set_limit(size: int) -> None:
 
 
 class Plan:
-    """What a graph computes: tensors of many sizes, one after the other, of which two are there at a time."""
+    """The computation of a graph: tensors of many sizes, one after the other, with two alive at a time."""
 
     def __init__(self, rng: random.Random) -> None:
         self.lengths = [int(2 ** rng.uniform(1, 7.6) * MIB) // 4 for _ in range(rng.randint(3, 6))]
         self.factors = [rng.randrange(1, 1 << 16) | 1 for _ in self.lengths]
         self.passes = rng.randint(2, 6)
-        # From 0.3 to 1.5 ms each on a card of 2 GHz.
+        # From 0.3 to 1.5 ms each at 2 GHz.
         self.cycles = [rng.randint(600_000, 3_000_000) for _ in self.lengths]
         self.out = int(rng.uniform(2, 8) * MIB) // 4
 
     def compute(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The sum of each of its tensors, and one that is full of seven times the input. A number that is wrong
-        anywhere is seen in a sum."""
+        """Returns the sum of each tensor, and a tensor filled with seven times the input. A wrong element changes a
+        sum."""
         sums: list[torch.Tensor] = []
         before = None
         for number, length in enumerate(self.lengths):
@@ -103,7 +102,7 @@ class Plan:
         return torch.stack(sums), x[:1].expand(self.out).mul(7)
 
     def expected(self, value: int) -> list[int]:
-        """The sums, for an input full of `value`; integers on the card wrap, and so do these."""
+        """Returns the expected sums for an input filled with `value`, with the overflow of integers on the GPU."""
         sums = []
         for length, factor in zip(self.lengths, self.factors):
             slope, offset = 1, 0
@@ -115,7 +114,7 @@ class Plan:
 
 @dataclass
 class Result:
-    """What a replay wrote, copied behind it on its stream, to be read later."""
+    """The output of a replay, copied after it on its stream, to be read later."""
 
     sums: torch.Tensor
     out: torch.Tensor
@@ -124,7 +123,7 @@ class Result:
     stream: torch.cuda.Stream
 
     def read(self, counts: Counts) -> None:
-        # Copied to the host, on the stream of the replay: needs no memory of the card, and waits for that stream alone.
+        # A copy to the host, on the stream of the replay: it needs no device memory, and waits only for that stream.
         with torch.cuda.stream(self.stream):
             sums = [number % WORD for number in self.sums.tolist()]
             least, most = (int(number) for number in torch.aminmax(self.out.cpu()))
@@ -135,13 +134,13 @@ class Result:
 
 
 class Captured:
-    """A graph, what it reads, and what it writes. All eager tensors are used on the stream of its replays alone."""
+    """A graph, its inputs and its outputs. Eager tensors are used only on the stream of its replays."""
 
     def __init__(self, rng: random.Random, streams: Streams, replayed_on: torch.cuda.Stream, pool) -> None:
         self.plan = Plan(rng)
         self.stream = replayed_on
         if rng.random() < 0.3:
-            # One that belongs to another stream, which PyTorch has to be told.
+            # A tensor of another stream needs record_stream.
             with torch.cuda.stream(streams.other):
                 self.x = torch.zeros(len(self.plan.lengths), dtype=torch.int32, device="cuda")
             replayed_on.wait_stream(streams.other)
@@ -155,7 +154,7 @@ class Captured:
             with torch.cuda.graph(self.graph, pool=pool, stream=streams.capture, capture_error_mode="thread_local"):
                 self.sums, self.out = self.plan.compute(self.x)
         else:
-            # Waits for nobody: graphs that were dropped may still be at work.
+            # Does not wait: dropped graphs may still be running.
             if rng.random() < 0.8:
                 torch.cuda.empty_cache()
             with torch.cuda.stream(streams.capture):
@@ -167,7 +166,7 @@ class Captured:
 
     def replay(self, value: int) -> Result:
         with torch.cuda.stream(self.stream):
-            # First what may be refused.
+            # The allocations come first: they may be refused.
             sums, out = torch.empty_like(self.sums), torch.empty_like(self.out)
             self.x.fill_(value)
             self.graph.replay()
@@ -177,7 +176,7 @@ class Captured:
 
 
 class Streams:
-    """Those of the thread of graphs."""
+    """The streams of the thread of graphs."""
 
     def __init__(self) -> None:
         self.capture = torch.cuda.Stream()
@@ -186,7 +185,7 @@ class Streams:
 
 
 class Storm:
-    """The two threads, and what they tell each other."""
+    """The two threads, and their communication."""
 
     def __init__(self, policy: str, limit: int, seed: int) -> None:
         self.policy = policy
@@ -194,7 +193,7 @@ class Storm:
         self.rng = random.Random(seed)
         self.graphs, self.hog = Counts(), Counts()
         self.stop = threading.Event()
-        # The thread of graphs wants all memory; the other has let go of it, and waits.
+        # The thread of graphs wants all memory; the other has freed its memory, and waits.
         self.wanted, self.has_let_go = threading.Event(), threading.Event()
         self.errors: list[str] = []
 
@@ -225,7 +224,7 @@ class Storm:
             self.errors.append(f"{work.__name__}: {type(error).__name__}: {short(error)}")
             say(self.errors[-1])
         finally:
-            # What goes wrong in one ends the other.
+            # An error in one thread ends the other.
             self.stop.set()
 
     # Graphs
@@ -262,7 +261,7 @@ class Storm:
                 self.replay_if_possible(rng, rng.choice(alive), results)
             while len(alive) > rng.randint(0, SETS_ALIVE):
                 self.drop(rng, alive)
-            # Results are read one to three turns later.
+            # Results are read one to three iterations later.
             while len(unread) > rng.randint(1, 3):
                 for result in unread.pop(0):
                     result.read(counts)
@@ -273,7 +272,8 @@ class Storm:
                 result.read(counts)
 
     def capture(self, rng: random.Random, streams: Streams, shared: bool) -> list[Captured]:
-        """One graph in a pool of its own, or three in one, which are replayed on one stream: they must not overlap."""
+        """Captures one graph in its own pool, or three in one pool. Those are replayed on one stream, so that they do
+        not overlap."""
         replayed_on = rng.choice(streams.replay)
         pool = torch.cuda.graph_pool_handle() if shared else None
         made = [Captured(rng, streams, replayed_on, pool) for _ in range(3 if shared else 1)]
@@ -282,7 +282,7 @@ class Storm:
         return made
 
     def capture_alone(self, rng: random.Random, streams: Streams, shared: bool) -> list[Captured]:
-        """With all memory, but for a few results: none may be refused."""
+        """Captures with all memory free, except for a few results: no request may be refused."""
         self.graphs.waited_for += 1
         self.wanted.set()
         while not self.has_let_go.wait(0.1):
@@ -293,12 +293,12 @@ class Storm:
             return self.capture(rng, streams, shared)
         finally:
             self.wanted.clear()
-            # The other one has seen it.
+            # The other thread has noticed.
             while self.has_let_go.is_set() and not self.stop.is_set():
                 time.sleep(0.001)
 
     def let_go(self, held: list) -> None:
-        """Gives the other thread all memory, until it has what it wanted."""
+        """Frees all memory for the other thread, and waits until it is done."""
         held.clear()
         self.has_let_go.set()
         while self.wanted.is_set() and not self.stop.is_set():
@@ -318,7 +318,7 @@ class Storm:
             self.graphs.refused += 1
 
     def change_one(self, rng: random.Random, streams: Streams, made: list[Captured], results: list[Result]) -> None:
-        """Drops a graph of a pool at work, and captures another into that pool, for the same stream."""
+        """Drops a graph whose pool is in use, and captures another into that pool, for the same stream."""
         pool, replayed_on = made[0].graph.pool(), made[0].stream
         made.pop(rng.randrange(len(made)))
         made.append(Captured(rng, streams, replayed_on, pool))
@@ -326,7 +326,7 @@ class Storm:
         self.replay(rng, made, results)
 
     def drop(self, rng: random.Random, alive: list[list[Captured]]) -> None:
-        """Mostly while replays are under way."""
+        """Drops graphs, mostly while replays are running."""
         made = alive.pop(rng.randrange(len(alive)))
         if not made:
             return
@@ -334,7 +334,7 @@ class Storm:
             made[0].stream.synchronize()
         self.graphs.dropped_at_work += not made[0].stream.query()
         made.clear()
-        # The other thread has its chance while the replays go on.
+        # Gives the other thread time while the replays are running.
         time.sleep(rng.choice((0.0, 0.002, 0.01)))
 
     # Shortages
@@ -349,7 +349,7 @@ class Storm:
             while not refused and not self.stop.is_set():
                 number = (number + 1) % (1 << 30)
                 refused = not self.take(held, int(2 ** rng.uniform(2, 9)) * MIB, number, rng.choice(streams))
-            # All that is left in one piece: it fits if everything cached is given back, or not at all.
+            # All remaining memory in one request: it fits only if all cached memory is released.
             rest = (self.limit - torch.cuda.memory_allocated()) // MIB - 8
             fits = rest > 0 and self.take(held, rest * MIB, -number, rng.choice(streams))
             if fits and self.look(held, len(held) - 1):
@@ -368,7 +368,7 @@ class Storm:
                 self.recount()
             if self.wanted.is_set():
                 self.let_go(held)
-            # Now there is room for the other thread.
+            # The other thread has room now.
             time.sleep(rng.choice((0.001, 0.005, 0.03)))
 
     def take(self, held: list, size: int, number: int, stream: torch.cuda.Stream) -> bool:
@@ -382,7 +382,8 @@ class Storm:
         return True
 
     def look(self, held: list, index: int) -> bool:
-        """Whether that tensor was looked at. That takes a little memory; if there is none, the last one goes."""
+        """Checks a tensor, and returns whether that was possible: it needs a little memory. If there is none, the last
+        tensor is freed."""
         tensor, number, stream = held[index]
         try:
             with torch.cuda.stream(stream):
@@ -403,7 +404,7 @@ class Storm:
 
 
 def warm_kernels() -> None:
-    """Every kernel is loaded before a capture is under way: loading one may need what a capture forbids."""
+    """Loads every kernel before a capture: loading one may need calls that a capture forbids."""
     rng = random.Random(0)
     counts, streams = Counts(), Streams()
     plan = Plan(rng)
@@ -417,7 +418,7 @@ def warm_kernels() -> None:
 
 
 def look() -> dict[str, int]:
-    """What is held, once nothing is cached."""
+    """Returns the memory held, after all cached memory is released."""
     settle()
     segments = torch.cuda.memory_snapshot()
     return {
@@ -449,7 +450,7 @@ def body(checks: Checks, given) -> dict:
     checks.equal(late["private"], 0, "memory of graphs that are gone")
     checks.at_most(early["card_free"] - late["card_free"], CARD_TOLERANCE, "what the card lost")
     checks.equal(late["ooms"] - before["ooms"], graphs.refused + hog.refused, "num_ooms, against the errors caught,")
-    # Far less than is usual: with so little, nothing was tested.
+    # Far less than usual. A run with fewer has tested nothing.
     least = max(1, int(given.seconds / 2))
     for what, count in (
         ("graphs", graphs.graphs),

@@ -1,4 +1,4 @@
-"""What there is to run: groups of jobs, each job one program in a process of its own.
+"""The groups of jobs to run. Each job is one program in its own process.
 
 A group takes a few minutes on an NVIDIA H200, `shortages` and `alive` a quarter of an hour each.
 """
@@ -17,11 +17,11 @@ WORKLOADS = (
     "stream_offload",
     "graphs_serving",
 )
-# On these nothing depends on when a stream is done: peak reserved has to be PyTorch's, to the byte.
+# These do not depend on the timing of streams: peak reserved has to be PyTorch's, to the byte.
 SINGLE_STREAM = ("gpt2_train", "llama_varlen", "vision_multires", "generate")
 STEPS = 12
 
-# What is measured against what: a name, and the arguments that measuring programs take for it.
+# The modes that are compared: a name, and the arguments of the measuring programs.
 MODES = {
     "native": ("native",),
     "expandable": ("expandable",),
@@ -30,13 +30,13 @@ MODES = {
     "cushion paged": ("cushion", "--policy", "paged"),
 }
 
-# Which of PyTorch's a mode of Cushion's is compared with; `paged` has none of its kind: the one that wastes less.
+# The mode of PyTorch that each mode of Cushion is compared with; for `paged`, the one that wastes less.
 TWINS = {"cushion segments": "native", "cushion expandable": "expandable", "cushion paged": "expandable"}
 
-# What is run as an example.
+# Folders with examples.
 EXAMPLES = ("../../examples/python", "../../gpu-kit/examples")
 
-# Groups that can be named together.
+# Names for several groups.
 TOGETHER = {"workloads": WORKLOADS}
 
 
@@ -47,14 +47,14 @@ class Job:
     key: str
     command: tuple[str, ...]
     timeout: int
-    # Whether it prepares, says that it is ready, and waits for a line on standard input.
+    # Whether it prepares, reports that it is ready, and waits for a line on standard input.
     waits: bool = False
-    # Other files of this folder that it runs, or folders with such, from here.
+    # Other files, or folders with files, that it runs, relative to this folder.
     runs: tuple[str, ...] = ()
 
     @property
     def policy(self) -> str | None:
-        """Of Cushion's, the one it is about; None if it is about all of them, or none."""
+        """The policy of Cushion that the job tests; None if it tests all or none."""
         command = self.command
         return command[command.index("--policy") + 1] if "--policy" in command else None
 
@@ -81,7 +81,8 @@ def alternating(
     program: tuple[str, ...],
     more: tuple[str, ...] = (),
 ) -> tuple[Job, ...]:
-    """Every mode in each round, every second round backwards, so that drift does not favour one."""
+    """Returns jobs with every mode in each round; every second round is reversed, so that drift does not favour one
+    mode."""
     jobs = []
     for number in range(1, rounds + 1):
         order = list(modes) if number % 2 else list(reversed(modes))
@@ -92,7 +93,7 @@ def alternating(
 
 
 def shortages() -> tuple[Job, ...]:
-    """What Cushion is for."""
+    """Returns the jobs with shortages."""
     workloads = ("workloads.py",)
     return (
         Job("capped", ("capped.py",), 400, runs=workloads),
@@ -112,38 +113,38 @@ def tests() -> list[Group]:
         Group("contract", "the driver layer alone, from Rust", (contract,)),
         Group(
             "api",
-            "every call of torch.cuda.memory, the life of a process, and what is refused",
+            "every function of torch.cuda.memory, forks and exits, and refused features",
             for_policies(["memory_api", "life", "refusals"], 240),
         ),
-        Group("oom", "a thousand times out of memory", for_policies(["oom_cycles"], 400)),
-        Group("graphs", "CUDA graphs beside eager work", for_policies(["graphs"], 240)),
+        Group("oom", "runs out of memory a thousand times", for_policies(["oom_cycles"], 400)),
+        Group("graphs", "CUDA graphs during eager work", for_policies(["graphs"], 240)),
         Group("race", "memory freed while another stream reads it", for_policies(["race"], 120)),
-        Group("losses", "models trained to the same numbers", (losses,)),
+        Group("losses", "models trained to the same losses", (losses,)),
         Group("doors", "programs written for other allocators", for_policies(["doors"], 240, ("blocks.py",))),
         Group("examples", "every example, and the C interface", for_policies(["examples"], 400, EXAMPLES)),
         Group(
             "ranks",
-            "two ranks on one GPU, one of them short; the largest batch that fits",
+            "two ranks on one GPU, one of them short of memory; the largest batch that fits",
             (
                 Job("two_ranks paged", ("two_ranks.py", "--policy", "paged"), 600),
                 Job("batch_sizes paged", ("batch_sizes.py", "--policy", "paged"), 600),
             ),
         ),
-        Group("shortages", "what runs out of memory, and lives", shortages()),
+        Group("shortages", "programs that run out of memory, and go on", shortages()),
         Group(
             "alive",
-            "graphs dropped at work, graphs by the thousand, streams destroyed, where memory is short",
+            "graphs dropped while they run, thousands of graphs, destroyed streams, with little memory",
             for_policies(["graphs_under_shortage", "many_pools", "destroyed_stream"], 400),
         ),
         Group(
             "waste",
-            "almost none with `paged`, and the same when the run is replayed",
+            "excess with `paged`, and the same in a replay of the run",
             tuple(
                 Job(f"replayed {name}", ("replayed.py", "--policy", "paged", name), 240, runs=("workloads.py",))
                 for name in WORKLOADS
             ),
         ),
-        Group("snapshot", "recorded, and replayed address by address", for_policies(["snapshot"], 240)),
+        Group("snapshot", "a recorded run, replayed to the same addresses", for_policies(["snapshot"], 240)),
     ]
 
 
@@ -156,13 +157,13 @@ def benches(rounds: int) -> list[Group]:
         )
         for name in WORKLOADS
     ]
-    # It has rounds of its own, short ones.
+    # It has its own, shorter rounds.
     speed = Job("speed", ("speed.py",), 600, runs=("cca_speed.py",))
-    return [*groups, Group("speed", "what a malloc and a free cost the CPU", (speed,))]
+    return [*groups, Group("speed", "CPU time of a malloc and a free", (speed,))]
 
 
 def of_kind(kind: str, rounds: int, policy: str | None = None) -> list[Group]:
-    """The groups of a kind; with a policy, without the jobs that are about another."""
+    """Returns the groups of a kind; with a policy, without the jobs of other policies."""
     groups = tests() if kind == "test" else benches(rounds)
     if policy is None:
         return groups
@@ -170,7 +171,7 @@ def of_kind(kind: str, rounds: int, policy: str | None = None) -> list[Group]:
 
 
 def chosen(groups: list[Group], names: list[str]) -> list[Group]:
-    """The groups named, in their own order; all if none is. Raises ValueError for a name unknown."""
+    """Returns the named groups in their usual order; all if none is named. Raises ValueError for an unknown name."""
     known = {group.name for group in groups}
     wanted: set[str] = set()
     for name in names:

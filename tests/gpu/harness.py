@@ -1,11 +1,11 @@
-"""What the programs of this folder share: the arguments, installing Cushion, and one JSON line.
+"""Shared by the programs of this folder: arguments, the installation of Cushion, and the result as one JSON line.
 
-A program calls `require_gpu()` before it imports torch, and hands its body to `main`, with what it takes
-from the command line. Talk goes to stderr; stdout gets one JSON line at the end, with `"ok"`, or with
-`"skipped"` and the reason where torch or a GPU is missing. The exit code is 1 if a check failed.
+A program calls `require_gpu()` before it imports torch, and passes its body and its argument parser to `main`. Messages
+go to stderr; stdout gets one JSON line at the end, with `"ok"`, or with `"skipped"` and the reason if torch or a GPU is
+missing. The exit code is 1 if a check failed.
 
-`--policy native` leaves PyTorch's own allocator in place. What a program asks of Cushion holds there
-too, unless it says otherwise, so that checks the program itself.
+`--policy native` keeps PyTorch's own allocator. The checks of a program hold there too, unless it says otherwise: this
+tests the program itself.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ def say(text: str) -> None:
 
 
 def short(text: object, most: int = 300) -> str:
-    """One line of at most so many characters."""
+    """Shortens a text to one line of at most `most` characters."""
     line = " ".join(str(text).split())
     return line if len(line) <= most else line[: most - 1] + "…"
 
 
 def why_not() -> str | None:
-    """Why nothing can be run here, or None. CUDA stays uninitialised, for an allocator to be installed."""
+    """Returns why nothing can run here, or None. CUDA stays uninitialized, so that an allocator can be installed."""
     if importlib.util.find_spec("torch") is None:
         return "torch is not installed"
     import torch
@@ -51,7 +51,7 @@ def why_not() -> str | None:
 
 
 def require_gpu() -> None:
-    """Ends the program, and says why, where it cannot be run."""
+    """Ends the program with the reason if it cannot run here."""
     reason = why_not()
     if reason is not None:
         print(json.dumps({"skipped": reason}), flush=True)
@@ -59,14 +59,14 @@ def require_gpu() -> None:
 
 
 class Checks:
-    """What was checked, and what was found wrong. A failed check is noted, and the program goes on."""
+    """Counts checks and collects failures. The program goes on after a failed check."""
 
     def __init__(self) -> None:
         self.passed = 0
         self.failures: list[str] = []
 
     def that(self, condition: bool, wrong: str) -> bool:
-        """Notes `wrong` unless the condition holds."""
+        """Records the failure `wrong` unless the condition holds."""
         if condition:
             self.passed += 1
         else:
@@ -81,7 +81,7 @@ class Checks:
         return self.that(got <= most, f"{what} is {got}, more than {most}")
 
     def part(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Runs one part of a program. An exception is a failure of that part alone."""
+        """Runs one part of a program. An exception is a failure of that part only."""
         say(function.__name__)
         try:
             return function(*arguments)
@@ -92,7 +92,7 @@ class Checks:
 
 
 def install(policy: str) -> None:
-    """Puts Cushion in the place of PyTorch's allocator, or leaves that one."""
+    """Makes Cushion PyTorch's allocator; keeps PyTorch's own for the policy `native`."""
     if policy != "native":
         import cushion
 
@@ -100,7 +100,7 @@ def install(policy: str) -> None:
 
 
 def settle() -> None:
-    """Waits for all work and gives back all that is cached: what is left is in use."""
+    """Waits for all work and releases all cached memory: the rest is in use."""
     import torch
 
     gc.collect()
@@ -109,7 +109,7 @@ def settle() -> None:
 
 
 def new_stream() -> int:
-    """A stream that PyTorch did not make."""
+    """Creates a stream without PyTorch."""
     import torch
 
     stream = ctypes.c_ulonglong(0)
@@ -128,29 +128,29 @@ def destroy_stream(stream: int) -> None:
 
 
 def child_environment(**more: str) -> dict[str, str]:
-    """That of a process that finds what this one finds, and harness.py."""
+    """Returns the environment for a process with the same import path, and with harness.py on it."""
     path = os.pathsep.join([os.path.dirname(os.path.abspath(__file__)), *filter(None, sys.path)])
     return {**os.environ, "PYTHONPATH": path, **more}
 
 
 def child(command: list[str], **more: str) -> subprocess.CompletedProcess:
-    """A process that finds what this one finds, and harness.py."""
+    """Runs a process with the same import path, and with harness.py on it."""
     return subprocess.run(command, env=child_environment(**more), capture_output=True, text=True, timeout=120)
 
 
 def itself(*arguments: str, **more: str) -> dict[str, Any]:
-    """Runs the program that this is once more, in a process of its own, with these arguments; its line of JSON."""
+    """Runs this program again in another process, with these arguments. Returns its line of JSON."""
     return line_of(child([sys.executable, sys.argv[0], *arguments], **more))
 
 
 def workload(*arguments: str, **more: str) -> dict[str, Any]:
-    """Runs `workloads.py` with these arguments; its line of JSON."""
+    """Runs `workloads.py` with these arguments. Returns its line of JSON."""
     path = os.path.join(os.path.dirname(os.path.abspath(__file__)), "workloads.py")
     return line_of(child([sys.executable, path, *arguments], **more))
 
 
 def line_of(done: subprocess.CompletedProcess) -> dict[str, Any]:
-    """The line of JSON that a program ended with."""
+    """Returns the last line of JSON of a program."""
     found = last_json(done.stdout)
     if found is None:
         said = f"{' '.join(done.args[1:])} ended with {done.returncode} and no line: {short(done.stderr[-600:])}"
@@ -159,7 +159,7 @@ def line_of(done: subprocess.CompletedProcess) -> dict[str, Any]:
 
 
 def consistent(checks: Checks, policy: str) -> None:
-    """Has the engine recount its own structures."""
+    """Checks the engine's invariants."""
     if policy == "native":
         return
     import cushion._cushion
@@ -171,7 +171,7 @@ def consistent(checks: Checks, policy: str) -> None:
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """The arguments every program takes."""
+    """Returns a parser with the arguments that every program takes."""
     new = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     new.add_argument("--policy", choices=(*POLICIES, "native"), default="paged")
     return new
@@ -182,8 +182,8 @@ def main(
     arguments: argparse.ArgumentParser,
     uses_gpu: bool = True,
 ) -> None:
-    """Runs a program's body, and ends the process in the usual way: what crashes at exit is to be seen. One that only
-    starts others leaves the GPU alone."""
+    """Runs a program's body, and ends the process normally, so that a crash at exit is noticed. With `uses_gpu=False`
+    it does not use the GPU itself."""
     given = arguments.parse_args()
     checks = Checks()
     figures: dict[str, Any] = {}

@@ -1,9 +1,9 @@
-"""A training run in which one allocation in a thousand is made to fail ends with the same loss, and leaks nothing.
+"""A training run with one injected failure in a thousand allocations ends with the same loss, and leaks nothing.
 
     python tests/gpu/injected.py [--policy P] [--steps 2000] [--one-in 1000]
 
-A small model with dropout is trained with deterministic kernels, each step under `cushion.retry`: once as it is, once
-with failures. Every number has to be the same, and as much memory is held at the end as after the first steps.
+A small model with dropout is trained with deterministic kernels, each step in `cushion.retry`: once without and once
+with failures. All results have to be the same, and the memory held at the end has to be that after the first steps.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ def train(policy: str, steps: int, one_in: int) -> dict:
     held = None
     for number in range(steps):
         if number == 20:
-            # The state of the optimizer is there, and so is all that PyTorch makes once.
+            # The state of the optimizer, and all that PyTorch allocates once, exists by now.
             torch.cuda.synchronize()
             held = torch.cuda.memory_allocated()
             if one_in:
                 cushion.inject(f"fraction={1 / one_in},seed=7")
         optimizer.zero_grad()
         loss = step(number)
-        # An update in place needs no memory, with its state there and its kernels fused.
+        # An update in place with fused kernels allocates nothing once the state exists.
         optimizer.step()
         losses.append(loss)
     if one_in:

@@ -1,4 +1,4 @@
-"""Cushion in the life of a process: forks, threads, streams that go away, exits, and `cushion run`.
+"""Cushion and processes: forks, threads, destroyed streams, exits, and `cushion run`.
 
 python tests/gpu/life.py [--policy P]
 """
@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader, Dataset  # noqa: E402
 # About 25 ms on a card of 2 GHz.
 SLEEP_CYCLES = 50_000_000
 
-# Tensors that die after the main thread has ended: in a thread that goes on, in an exit handler, in a
-# cycle, with the module, and never, in a thread that is not waited for.
+# Tensors that are freed after the main thread has ended: in a thread that goes on, in an exit handler, in a cycle, with
+# the module; and one that is never freed, in a daemon thread.
 LATE_FREES = """
 import atexit, sys, threading, time
 from harness import install
@@ -82,7 +82,7 @@ class Numbers(Dataset):
 
 
 def data_loader(checks: Checks) -> None:
-    """Workers forked beside CUDA work, three epochs."""
+    """Forks workers of a data loader during CUDA work, for three epochs."""
     torch.ones(1000, device="cuda")
     loader = DataLoader(Numbers(), batch_size=16, num_workers=2, pin_memory=True, multiprocessing_context="fork")
     for epoch in range(3):
@@ -93,7 +93,7 @@ def data_loader(checks: Checks) -> None:
 
 
 def threads(checks: Checks) -> None:
-    """Eight threads allocate and free at once, on streams of their own, and nothing is mixed up."""
+    """Allocates and frees in eight threads at once, each on its own stream, and checks the contents."""
     settle()
     before = torch.cuda.memory_allocated()
     wrong: list[str] = []
@@ -119,7 +119,7 @@ def threads(checks: Checks) -> None:
 
 
 def late_frees(checks: Checks, policy: str) -> None:
-    """Memory freed while the process ends, and after."""
+    """Frees memory while the process shuts down, and after."""
     for _ in range(3):
         done = child([sys.executable, "-c", LATE_FREES, policy])
         came = "main thread done" in done.stdout
@@ -128,7 +128,7 @@ def late_frees(checks: Checks, policy: str) -> None:
 
 
 def destroyed_streams(checks: Checks) -> None:
-    """Streams destroyed while blocks wait for their work, and while they own cached memory."""
+    """Destroys streams while blocks are pending on them, and while memory is cached for them."""
     settle()
     before = torch.cuda.memory_allocated()
     for _ in range(20):
@@ -147,7 +147,7 @@ def destroyed_streams(checks: Checks) -> None:
         del used_there, of_there, result, tensor
         destroy_stream(handle)
         del outside
-        # Finds the freed blocks pending, or done.
+        # The freed blocks are pending or free by now.
         more = [torch.ones(1 << 20, device="cuda") for _ in range(4)]
         checks.equal(total.item(), 2.0 * (1 << 20), "the sum over a stream since destroyed")
         del more, total
@@ -158,7 +158,7 @@ def destroyed_streams(checks: Checks) -> None:
 
 
 def cushion_run(checks: Checks, policy: str) -> None:
-    """`python -m cushion run` hands on arguments and the exit code, and installs Cushion."""
+    """Checks that `python -m cushion run` passes arguments and the exit code, and installs Cushion."""
     with tempfile.TemporaryDirectory() as folder:
         script = os.path.join(folder, "script.py")
         with open(script, "w") as file:

@@ -1,10 +1,10 @@
-"""The same numbers under Cushion as under PyTorch's allocator: models trained with deterministic kernels.
+"""The same results with Cushion as with PyTorch's allocator: models trained with deterministic kernels.
 
     python tests/gpu/losses.py
 
-Each workload that trains is run four times with PyTorch's own allocator and once with each of Cushion's policies, in
-processes of their own. Where PyTorch's runs end with the same loss, to the last digit shown, Cushion's have to end with
-that loss too; where they do not, no further from theirs than theirs are apart. Prints one JSON line.
+Each training workload runs four times with PyTorch's own allocator and once with each policy of Cushion, in separate
+processes. If PyTorch's runs end with the same loss, to the last digit shown, Cushion's have to end with that loss too.
+Otherwise Cushion's must not be further from PyTorch's than those are from each other. Prints one JSON line.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def jobs_of(workload: str) -> list[Job]:
 
 
 def judge(workload: str, losses: dict[str, float]) -> list[str]:
-    """What is wrong with Cushion's losses."""
+    """Returns what is wrong with Cushion's losses."""
     native = [losses[run] for run in NATIVE]
     apart = max(native) - min(native)
     return [

@@ -1,13 +1,14 @@
-"""Two thousand CUDA graphs at once, each with a pool of its own: every replay is right, and addresses last.
+"""Two thousand CUDA graphs at once, each with its own pool: every replay is right, and addresses do not run out.
 
     python tests/gpu/many_pools.py [--policy P] [--pools 2000]
 
-Each graph has two tensors, of 2 MiB and of 4 KiB. All are replayed, in a random order, before any is looked at, so that
-no two may share memory. Then all are dropped, their memory comes back, and it is done once more.
+Each graph has two tensors, of 2 MiB and of 4 KiB. All graphs are replayed in a random order before any result is read,
+so that no two may share memory. Then all are dropped, their memory has to be free again, and the same is done once
+more.
 
-A process has 128 TiB of addresses, and pools that reserve a device's worth each would use them up. The process may
-grow by four times the memory of the device and a constant at most; and the second time by nearly nothing more.
-"""
+A process has 128 TiB of addresses. Pools that each reserve as many addresses as the device has memory would use them
+up. The process may grow by at most four times the memory of the device plus a constant, and by almost nothing the
+second time."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ import torch  # noqa: E402
 
 LARGE, SMALL = 2 * MIB // 4, 4 * KIB // 4
 DEVICES = 4
-# Under expandable, as much more is reserved before ranges get smaller than PyTorch's.
+# With `expandable`, this much more is reserved before ranges become smaller than PyTorch's.
 CONSTANT = {"expandable": 1088 * GIB}
 CONSTANT_OTHERWISE = 64 * GIB
 ONCE_MORE = 16 * GIB
@@ -31,7 +32,7 @@ REPLAYS = 2
 
 
 class Captured:
-    """A graph with a pool of its own, and what it writes."""
+    """A graph with its own pool, and its outputs."""
 
     def __init__(self, number: int, x: torch.Tensor, stream: torch.cuda.Stream) -> None:
         self.number = number
@@ -45,7 +46,7 @@ class Captured:
                 self.graph.capture_end()
 
     def found(self) -> torch.Tensor:
-        """The least and the largest of both tensors."""
+        """Returns the minimum and the maximum of both tensors."""
         return torch.stack([*torch.aminmax(self.small), *torch.aminmax(self.large)])
 
     def wanted(self, value: int) -> list[int]:
@@ -59,7 +60,7 @@ def compute(number: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def address_space() -> int:
-    """Bytes of addresses that the process has reserved, whether or not there is memory behind them."""
+    """Returns the bytes of addresses that the process has reserved, with or without memory."""
     with open("/proc/self/status") as file:
         for line in file:
             if line.startswith("VmSize:"):
@@ -68,7 +69,7 @@ def address_space() -> int:
 
 
 def private_pools() -> tuple[int, int]:
-    """How many pools of graphs there are, and what they have reserved."""
+    """Returns the number of pools of graphs, and the bytes they have reserved."""
     segments = [it for it in torch.cuda.memory_snapshot() if tuple(it["segment_pool_id"]) != (0, 0)]
     return len({tuple(it["segment_pool_id"]) for it in segments}), sum(it["total_size"] for it in segments)
 
@@ -89,7 +90,7 @@ def replay(checks: Checks, captured: list[Captured], x: torch.Tensor, rng: rando
 
 
 def once(checks: Checks, pools: int, x: torch.Tensor, stream: torch.cuda.Stream, rng: random.Random) -> dict:
-    """Makes the graphs, replays and drops them; what it took."""
+    """Creates, replays and drops the graphs. Returns what that took."""
     before = {"allocated": torch.cuda.memory_allocated(), "reserved": torch.cuda.memory_reserved()}
     began = time.monotonic()
     captured = [Captured(number, x, stream) for number in range(pools)]
@@ -121,7 +122,7 @@ def body(checks: Checks, given) -> dict:
     rng = random.Random(1)
     stream = torch.cuda.Stream()
     x = torch.zeros(SMALL, dtype=torch.int32, device="cuda")
-    # Kernels are loaded before a capture is under way, and PyTorch has what it keeps from the first one on.
+    # Loads kernels before a capture, and makes PyTorch allocate what it keeps after the first capture.
     compute(1, x)
     replay(checks, [Captured(0, x, stream)], x, rng)
     settle()

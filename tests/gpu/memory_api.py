@@ -1,10 +1,9 @@
-"""Every call of torch.cuda.memory, and torch.accelerator's, against what is known to be true.
+"""Checks every function of torch.cuda.memory, and those of torch.accelerator, against known values.
 
     python tests/gpu/memory_api.py [--policy P]
 
-Known tensors are made and dropped, and each call has to say so, to the byte. Snapshots with stacks are
-snapshot.py's, and what is refused is refusals.py's.
-"""
+Known tensors are created and dropped, and each function has to report that, to the byte. Snapshots with stacks are
+tested in snapshot.py, and refused features in refusals.py."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ import torch.cuda.memory as memory  # noqa: E402
 
 # About 25 ms on a card of 2 GHz.
 SLEEP_CYCLES = 50_000_000
-# The card's free memory is everybody's: the driver's own needs move it a little.
+# The driver itself changes the device's free memory a little.
 CARD_TOLERANCE = 32 * MIB
 
 NATIVE_KEYS = """
@@ -33,7 +32,7 @@ torch.zeros(1, device="cuda")
 print(json.dumps([sorted(torch.cuda.memory_stats()), sorted(torch.accelerator.memory_stats())]))
 """
 
-# Of torch.cuda.memory's names, those that no part below calls, and why.
+# The names of torch.cuda.memory that no part below calls, and why.
 NOT_CALLED = {
     "CUDAPluggableAllocator": "how Cushion itself is installed",
     "change_current_allocator": "how Cushion itself is installed",
@@ -51,7 +50,7 @@ def stat(name: str) -> int:
 
 
 def stat_keys(checks: Checks) -> None:
-    """All keys that PyTorch's own allocator has."""
+    """Checks that all keys of PyTorch's own allocator exist."""
     command = [sys.executable, "-c", NATIVE_KEYS]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     cuda, generic = json.loads(done.stdout.splitlines()[-1])
@@ -68,7 +67,7 @@ def stat_keys(checks: Checks) -> None:
 
 
 def allocated(checks: Checks) -> None:
-    """What is in use, to the byte."""
+    """Checks the bytes in use."""
     settle()
     base = memory.memory_allocated()
     count = stat("allocation.all.current")
@@ -88,7 +87,7 @@ def allocated(checks: Checks) -> None:
 
 
 def peaks(checks: Checks) -> None:
-    """Peaks, and their resets."""
+    """Checks peaks, and their resets."""
     settle()
     base = memory.memory_allocated()
     memory.reset_peak_memory_stats()
@@ -115,7 +114,7 @@ def peaks(checks: Checks) -> None:
 
 
 def reserved(checks: Checks) -> None:
-    """What is held of the card, cached and given back."""
+    """Checks reserved memory: cached and released."""
     settle()
     base = memory.memory_reserved()
     tensor = take(GIB)
@@ -128,7 +127,7 @@ def reserved(checks: Checks) -> None:
 
 
 def card(checks: Checks) -> None:
-    """mem_get_info follows what is reserved."""
+    """Checks that mem_get_info follows reserved memory."""
     settle()
     free, total = memory.mem_get_info()
     base = memory.memory_reserved()
@@ -153,7 +152,7 @@ def block_of(address: int) -> dict | None:
 
 
 def snapshot(checks: Checks) -> None:
-    """memory_snapshot's blocks are the tensors there are."""
+    """Checks that the blocks of memory_snapshot are the existing tensors."""
     settle()
     tensor = take(5 * MIB + 3)
     address = tensor.data_ptr()
@@ -201,7 +200,7 @@ def snapshot(checks: Checks) -> None:
 
 
 def fraction(checks: Checks) -> None:
-    """A limit is kept, told, and taken away."""
+    """Checks that a memory fraction is enforced, reported and removed."""
     settle()
     total = memory.mem_get_info()[1]
     share = (memory.memory_reserved() + GIB) / total
@@ -231,7 +230,8 @@ def fraction(checks: Checks) -> None:
 
 
 def shortage(checks: Checks) -> None:
-    """Texts of requests that no card could serve, the observer, and life after."""
+    """Checks the messages of requests that no device could serve, the observer, and that allocations work
+    afterwards."""
     seen: list[tuple] = []
     torch._C._cuda_attach_out_of_memory_observer(lambda *told: seen.append(told))
     ooms = stat("num_ooms")
@@ -256,7 +256,7 @@ def shortage(checks: Checks) -> None:
 
 
 def raw_calls(checks: Checks) -> None:
-    """caching_allocator_alloc and its like."""
+    """Checks caching_allocator_alloc and the like."""
     settle()
     base = memory.memory_allocated()
     side = torch.cuda.Stream()
@@ -283,7 +283,7 @@ def raw_calls(checks: Checks) -> None:
 
 
 def texts(checks: Checks, policy: str) -> None:
-    """What is said in words, and of host memory."""
+    """Checks functions that return text, and those of host memory."""
     for brief in (False, True):
         summary = memory.memory_summary(abbreviated=brief)
         for words in ("PyTorch CUDA memory summary", "Allocated memory", "GPU reserved memory"):
@@ -299,7 +299,7 @@ def texts(checks: Checks, policy: str) -> None:
 
 
 def metadata(checks: Checks) -> None:
-    """What is noted on allocations is told, and is in their events."""
+    """Checks that metadata of allocations is returned, and is in their events."""
     memory._set_memory_metadata("epoch 1")
     checks.equal(memory._get_memory_metadata(), "epoch 1", "the metadata set")
     memory._record_memory_history(max_entries=1000, stacks="python")
@@ -313,7 +313,7 @@ def metadata(checks: Checks) -> None:
 
 
 def accelerators(checks: Checks) -> None:
-    """torch.accelerator says the same."""
+    """Checks that torch.accelerator returns the same values."""
     settle()
     base = memory.memory_allocated()
     accelerator.reset_peak_memory_stats()
@@ -336,7 +336,7 @@ def accelerators(checks: Checks) -> None:
 
 
 def profiler(checks: Checks) -> None:
-    """torch.profiler sees CUDA memory, as events and as sums."""
+    """Checks that torch.profiler sees CUDA memory, as events and as sums."""
     from torch.profiler import ProfilerActivity, profile
 
     activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]

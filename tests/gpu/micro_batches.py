@@ -1,11 +1,11 @@
-"""A step that runs out of memory is run again in halves, and the model learns the same.
+"""A step that runs out of memory runs again in halves, and the training has the same result.
 
     python tests/gpu/micro_batches.py [--steps 60]
 
 A small GPT-2 is trained four times with PyTorch's allocator and whole batches, and then with Cushion and
 `cushion.retry(..., split=cushion.split_batch, loss="mean")` in less memory than the whole batch needs. Its last loss
-may lie no further from PyTorch's than those are apart. Kernels that add up in another order each time are used
-throughout.
+must not be further from PyTorch's losses than those are from each other. All runs use kernels whose order of summation
+varies.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def train(policy: str, steps: int, cap_gib: float) -> dict:
 
 
 def whole_tries(steps: int) -> int:
-    """How often the whole batch is tried: first, after 16 steps, after 32 more, and so on."""
+    """Returns how often the whole batch is tried: at first, after 16 steps, after 32 more, and so on."""
     return next(tries for tries in range(1, 64) if 16 * (2**tries - 1) >= steps)
 
 

@@ -1,11 +1,10 @@
-"""Another process takes most of the GPU, and lets go after a while: PyTorch's allocator dies of it, Cushion waits.
+"""Another process takes most of the GPU for a while: with PyTorch's allocator the program dies, with Cushion it waits.
 
     python tests/gpu/neighbour.py [--policy P] [--gib 110] [--seconds 20]
 
-The neighbour holds so many GiB for so many seconds. Meanwhile a program asks for a third of the GPU, piece by piece,
-with work on each piece. Under PyTorch's allocator it has to be refused; under Cushion, with a budget of a minute for
-each request, it has to finish, and its receipt has to say that it waited for others.
-"""
+The neighbour holds `--gib` GiB for `--seconds` seconds. Meanwhile a program allocates a third of the GPU in many
+tensors, with work on each. With PyTorch's allocator it has to be refused. With Cushion, with a budget of a minute for
+each request, it has to finish, and its receipt has to say that it waited."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ PIECE_GIB = 2
 
 
 def hold(gib: int, seconds: float) -> None:
-    """The neighbour."""
+    """Runs the neighbour."""
     import torch
 
     held = torch.empty(gib * GIB, dtype=torch.uint8, device="cuda")
@@ -32,7 +31,7 @@ def hold(gib: int, seconds: float) -> None:
 
 
 def work(policy: str) -> dict:
-    """The program beside it."""
+    """Runs the program."""
     import torch
 
     if policy != "native":

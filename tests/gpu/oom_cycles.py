@@ -1,13 +1,13 @@
-"""Runs out of memory a thousand times, and trains a step after each: nothing is lost, nothing leaks.
+"""Runs out of memory a thousand times, and runs a training step after each: nothing may leak.
 
     python tests/gpu/oom_cycles.py [--policy P] [--cycles 1000]
 
-A cycle fills memory with blocks of falling sizes until `torch.OutOfMemoryError` comes for each, drops
-them, and runs a training step. In every tenth cycle a step too large for what is left is tried while
-memory is full, and has to raise. The limit is 8 GiB; every fiftieth cycle fills the whole card.
+A cycle fills memory with blocks of decreasing sizes, each until `torch.OutOfMemoryError`, drops them, and runs a
+training step. In every tenth cycle a step that is too large is tried while memory is full, and has to raise. The limit
+is 8 GiB; every fiftieth cycle fills the whole device.
 
-Once everything cached is given back, memory in use and reserved are the same after the last cycle as
-after the hundredth; the card's free memory and the process's own are within the tolerances below.
+After all cached memory is released, memory in use and reserved have to be the same after the last cycle as after the
+hundredth. The device's free memory and the memory of the process have to be within the tolerances below.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TRAIN_WHILE_FULL_EVERY = 10
 FIRST_LOOK = 100
 LOOK_EVERY = 250
 
-# The driver and other processes move the card's free memory a little, Python's heap the process's.
+# The driver and other processes change the device's free memory a little, Python's heap that of the process.
 CARD_TOLERANCE = 32 * MIB
 PROCESS_TOLERANCE = 8 * MIB
 
@@ -37,7 +37,7 @@ CAPACITY = " GPU 0 has a total capacity of "
 
 
 class Trainer:
-    """A small model. A wide step asks for 64 MiB at once, a narrow one for nearly nothing."""
+    """A small model. A wide step allocates 64 MiB at once, a narrow one very little."""
 
     NARROW, WIDE = 64, 16384
 
@@ -57,7 +57,7 @@ class Trainer:
 
 
 class Refusals:
-    """Counts out-of-memory errors, and checks that their texts have PyTorch's form."""
+    """Counts out-of-memory errors, and checks that their messages have PyTorch's form."""
 
     def __init__(self, checks: Checks) -> None:
         self.checks = checks
@@ -77,7 +77,7 @@ def set_limit(size: int | None) -> None:
 
 
 def fill(sizes: list[int], refusals: Refusals) -> list[torch.Tensor]:
-    """Takes blocks of each size until no more is to be had."""
+    """Allocates blocks of each size until memory runs out."""
     held = []
     for size in sizes:
         while True:
@@ -99,7 +99,7 @@ def train_while_full(trainer: Trainer, refusals: Refusals) -> None:
 
 
 def look() -> dict[str, int]:
-    """What is held, once nothing is cached."""
+    """Returns the memory held, after all cached memory is released."""
     settle()
     with open("/proc/self/statm") as file:
         pages = int(file.read().split()[1])
@@ -115,7 +115,7 @@ def body(checks: Checks, arguments) -> dict:
     torch.manual_seed(1)
     rng = random.Random(1)
     trainer = Trainer()
-    # All kernels are loaded while there is room: the driver needs memory for that, too.
+    # Loads all kernels while there is room: the driver needs memory for that.
     trainer.step(Trainer.WIDE)
     trainer.step(Trainer.NARROW)
     refusals = Refusals(checks)
@@ -133,7 +133,7 @@ def body(checks: Checks, arguments) -> dict:
         loss = trainer.step(Trainer.NARROW)
         checks.that(math.isfinite(loss), f"the loss of cycle {cycle} is {loss}")
         if whole_card:
-            # A limit holds for what is got from the driver, not for what is cached already.
+            # The limit applies to new memory from the driver, not to cached memory.
             torch.cuda.empty_cache()
         if cycle in (first, arguments.cycles) or cycle % LOOK_EVERY == 0:
             looks[cycle] = look()

@@ -1,4 +1,4 @@
-"""What came of the jobs: each one's outcome, a group's verdict, the tables, and the page."""
+"""The results of the jobs: the outcome of each job, the verdict of each group, the tables, and the page."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from typing import Any
 
 from groups import MODES, SINGLE_STREAM, TWINS, WORKLOADS, Group, Job
 
-# The last losses of PyTorch's own runs differ a little from run to run. Cushion's may be further from
-# their median than they are from each other by this factor, or by this share of it: one run more of
-# PyTorch's own would be outside their spread half the time.
+# The last losses of PyTorch's own runs differ a little. Cushion's may differ from their median by this factor times
+# their spread, or by this share of the median: another run of PyTorch itself would be outside their spread half the
+# time.
 LOSS_SPREADS = 3
 LOSS_SHARE = 0.001
 
 
 @dataclass
 class Outcome:
-    """What came of one job."""
+    """The outcome of one job."""
 
     status: str  # passed, failed or skipped
     why: str = ""
     seconds: float = 0.0
     result: dict[str, Any] = field(default_factory=dict)
-    made_from: str = ""  # of what was run: another program or package makes it worthless
-    tries: int = 1  # what failed is tried again, and that is to be seen
+    made_from: str = ""  # a hash of the program and the package: after a change the outcome does not count
+    tries: int = 1  # a failed job is tried again; the page shows that
 
     def __post_init__(self) -> None:
         assert self.status in ("passed", "failed", "skipped"), self.status
@@ -34,7 +34,7 @@ class Outcome:
 
 @dataclass
 class Verdict:
-    """What came of one group."""
+    """The verdict of one group."""
 
     status: str  # passed, failed, skipped, or unfinished
     why: list[str]
@@ -59,7 +59,7 @@ def last_words(stderr: str, lines: int = 3) -> str:
 
 
 def of_program(returncode: int, stdout: str, stderr: str, seconds: float) -> Outcome:
-    """The outcome of a Python program, from its one line of JSON and its exit code."""
+    """Returns the outcome of a Python program, from its line of JSON and its exit code."""
     line = last_json(stdout)
     if line is None:
         return Outcome("failed", f"exit code {returncode}, no result: {last_words(stderr)}", seconds)
@@ -75,7 +75,7 @@ def of_program(returncode: int, stdout: str, stderr: str, seconds: float) -> Out
 
 
 def of_contract(returncode: int, stdout: str, stderr: str, seconds: float) -> Outcome:
-    """The outcome of the checks of the CUDA layer, which say a line for each."""
+    """Returns the outcome of the checks of the CUDA layer, which print a line for each."""
     skipped = re.search(r"^gpu_contract: SKIPPED: (.*)$", stdout, re.MULTILINE)
     if skipped is not None:
         return Outcome("skipped", skipped[1], seconds)
@@ -114,14 +114,14 @@ def verdict(group: Group, outcomes: dict[str, Outcome]) -> Verdict:
 
 
 def noteworthy(job: Job, found: Outcome) -> list[str]:
-    """What there is to say of a job in a group that passed."""
+    """Returns the remarks on a job in a group that passed."""
     if found.status == "skipped":
         return [f"{job.key} skipped: {found.why}"]
     return [f"{job.key} passed at try {found.tries}"] if found.tries > 1 else []
 
 
 def by_mode(group: Group, outcomes: dict[str, Outcome], modes: dict) -> dict[str, list[dict]]:
-    """The results of each mode, round after round."""
+    """Returns the results of each mode, by round."""
     return {
         mode: [
             outcomes[job.key].result
@@ -133,12 +133,12 @@ def by_mode(group: Group, outcomes: dict[str, Outcome], modes: dict) -> dict[str
 
 
 def mode_of(group: Group, job: Job) -> str:
-    """The middle of a key of `alternating`: its group's name, the mode, the round."""
+    """Returns the mode in a key of `alternating`, which is the name of the group, the mode and the round."""
     return job.key.removeprefix(group.name + " ").rsplit(" ", 1)[0]
 
 
 def wrong_figures(workload: str, results: dict[str, list[dict]]) -> list[str]:
-    """What Cushion's figures on a workload have wrong, against PyTorch's."""
+    """Returns what is wrong with Cushion's figures on a workload, compared with PyTorch's."""
     wrong = []
     native = losses(results["native"])
     if native:
@@ -163,7 +163,7 @@ def losses(results: list[dict]) -> list[float]:
 
 
 def peaks(results: list[dict]) -> list[int]:
-    """Peak reserved, each value once."""
+    """Returns the distinct values of peak reserved."""
     return sorted({result["peak_reserved"] for result in results})
 
 
@@ -192,7 +192,7 @@ def tests_table(groups: list[Group], outcomes: dict[str, Outcome]) -> list[list[
 
 
 def figures(result: dict[str, Any]) -> str:
-    """The figures worth a line, of one program's result."""
+    """Returns the figures of one program's result for the table."""
     if "cycles" in result:
         growth = ", ".join(
             f"{name} {result[key] / (1 << 20):.1f}"
@@ -230,7 +230,8 @@ def figures(result: dict[str, Any]) -> str:
 
 
 def workloads_table(groups: list[Group], outcomes: dict[str, Outcome]) -> list[list[str]]:
-    """Items per second: the median, and the least and the most of all rounds; and Cushion's speed by PyTorch's."""
+    """Returns items per second: the median, minimum and maximum of all rounds; and Cushion's speed divided by
+    PyTorch's."""
     rows = [["workload", "mode", "items/s", "least … most", "/ native", "/ expandable", "peak reserved", "last loss"]]
     for group in groups:
         if group.name not in WORKLOADS:
@@ -255,14 +256,14 @@ def workloads_table(groups: list[Group], outcomes: dict[str, Outcome]) -> list[l
 
 
 def undisturbed(results: list[dict]) -> float | None:
-    """Seconds of a run whose every step took its median over the rounds. A step is the same work in all of them, and
-    what disturbs one round seldom comes at the same step of the next."""
+    """Returns the seconds of a run in which every step took its median over the rounds. A step is the same work in all
+    rounds, and disturbances seldom hit the same step twice."""
     steps = list(zip(*(result["step_s"] for result in results)))
     return sum(statistics.median(took) for took in steps) if steps else None
 
 
 def speed_table(groups: list[Group], outcomes: dict[str, Outcome]) -> list[list[str]]:
-    """Nanoseconds, and Cushion's as a share of PyTorch's, with the middle half of the rounds."""
+    """Returns nanoseconds, and Cushion's time divided by PyTorch's, with the quartiles over the rounds."""
     rows = [["ns per pair", *MODES, *(f"{mode} / {twin}" for mode, twin in TWINS.items())]]
     for group in groups:
         for job in group.jobs if group.name == "speed" else ():
@@ -288,7 +289,7 @@ def verdicts_table(groups: list[Group], outcomes: dict[str, Outcome]) -> list[li
 
 
 def as_text(rows: list[list[str]], widest: int = 100) -> str:
-    """Columns side by side, for a terminal."""
+    """Formats a table for a terminal."""
     cut = [[cell if len(cell) <= widest else cell[: widest - 1] + "…" for cell in row] for row in rows]
     widths = [max(len(row[column]) for row in cut) for column in range(len(cut[0]))]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in cut)
@@ -302,7 +303,7 @@ def as_markdown(rows: list[list[str]]) -> str:
 
 
 def tables(kind: str, groups: list[Group], outcomes: dict[str, Outcome]) -> list[list[list[str]]]:
-    """The tables of a kind of run, without those that have no row."""
+    """Returns the tables of a kind of run, without empty ones."""
     if kind == "test":
         made = [tests_table(groups, outcomes)]
     else:
@@ -315,16 +316,16 @@ def tables(kind: str, groups: list[Group], outcomes: dict[str, Outcome]) -> list
 TITLES = {"test": "Correctness on a GPU", "bench": "Speed and memory on a GPU"}
 
 NOTES = {
-    "test": "Each row is one program of `tests/gpu`, whose first lines say what it does, in its own process.",
+    "test": "Each row is one program of `tests/gpu`, run in its own process. Its first lines describe it.",
     "bench": (
-        "Modes take turns, every second round backwards. *native* and *expandable* are PyTorch's allocator\n"
-        "without and with `expandable_segments:True`. Items per second are medians over the rounds, with the least\n"
-        "and the most of them. Cushion's speed by PyTorch's is told from the steps, each of which is the same work in\n"
-        "every run: from its median over the rounds, summed up, so that what disturbs one round does not count. Peak\n"
-        "reserved is in bytes, and `=` says that it is, to the byte, native's under `segments`, and expandable's\n"
-        "under the other policies.\n\n"
-        "Nanoseconds are medians of turns of a few hundredths of a second that the modes take side by side;\n"
-        "Cushion's share is the median of those of each round, and in brackets is the middle half of them."
+        "Modes alternate; every second round is reversed. *native* and *expandable* are PyTorch's allocator\n"
+        "without and with `expandable_segments:True`. Items per second are medians over the rounds, with minimum and\n"
+        "maximum. Cushion's speed relative to PyTorch's is computed from the steps, each of which is the same work in\n"
+        "every run: from the sum of their medians over the rounds, so that a disturbance in one round does not count.\n"
+        "Peak reserved is in bytes; `=` means that it is equal, to the byte, to native's under `segments`, and to\n"
+        "expandable's under the other policies.\n\n"
+        "Nanoseconds are medians of turns of a few hundredths of a second, in which the modes alternate;\n"
+        "Cushion's share is the median of the shares of the rounds, with the quartiles in brackets."
     ),
 }
 
@@ -348,7 +349,7 @@ def page(
     for status, heading in (
         ("failed", "Failed"),
         ("skipped", "Skipped"),
-        ("unfinished", "Not run, or not to the end"),
+        ("unfinished", "Not run, or not finished"),
     ):
         found = [name for name in verdicts if verdicts[name].status == status]
         if found:
@@ -356,7 +357,7 @@ def page(
             parts.append(f"## {heading}\n\n" + "\n".join(lines))
     notes = [why for found in verdicts.values() if found.status == "passed" for why in found.why]
     if notes:
-        parts.append("## Of groups that passed\n\n" + "\n".join(f"- {note}" for note in notes))
+        parts.append("## Remarks on groups that passed\n\n" + "\n".join(f"- {note}" for note in notes))
     if all(found.status == "passed" for found in verdicts.values()):
         parts.append("Every group passed.")
     return "\n\n".join(parts) + "\n"

@@ -1,11 +1,11 @@
-"""Memory freed while another stream still reads it: unprotected it goes wrong, protected it never does.
+"""Frees memory while another stream still reads it: with protection, every run reads the right data.
 
     python tests/gpu/race.py [--policy P] [--repeats 50]
 
-A tensor is written on one stream and read on another, behind a long kernel. It is freed before that
-read, and its memory asked for again and overwritten on the first stream. With `record_stream`, with one
-stream made to wait for the other, or with both, the read has to see the old values each time. With
-neither it is the program that is wrong: it has to go wrong at least once, or nothing was tested.
+A tensor is written on one stream and read on another, after a long kernel. It is freed before that read, and its memory
+is allocated again and overwritten on the first stream. With `record_stream`, with one stream waiting for the other, or
+with both, the read has to see the old values each time. Without protection the program has a race: at least one run has
+to read wrong data, otherwise nothing was tested.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ require_gpu()
 
 import torch  # noqa: E402
 
-# About 5 ms on a card of 2 GHz: the freed memory is overwritten well before the read.
+# About 5 ms at 2 GHz: the freed memory is overwritten well before the read.
 SLEEP_CYCLES = 10_000_000
 
 # name: (record_stream, wait_stream)
@@ -27,12 +27,12 @@ WAYS = {
     "both": (True, True),
 }
 
-# A block of the small pool, and one of the large.
+# A block of the small pool, and one of the large pool.
 LENGTHS = (1024, 4 << 20)
 
 
 def attempt(length: int, record: bool, wait: bool, s1, s2) -> tuple[bool, bool]:
-    """Runs the program once: whether the read was right, and whether the memory was handed out again."""
+    """Runs the program once. Returns whether the read was right, and whether the memory was reused."""
     with torch.cuda.stream(s1):
         x = torch.full((length,), 1.0, device="cuda")
         x *= 2
@@ -57,7 +57,7 @@ def attempt(length: int, record: bool, wait: bool, s1, s2) -> tuple[bool, bool]:
 def body(checks: Checks, arguments) -> dict:
     s1, s2 = torch.cuda.Stream(), torch.cuda.Stream()
     for length in LENGTHS:
-        # Kernels are loaded, and y's memory got, before it counts: both could wait for the device.
+        # Loads kernels and allocates y's memory before the measured runs: both could wait for the device.
         attempt(length, True, True, s1, s2)
     figures: dict[str, dict[str, int]] = {}
     for name, (record, wait) in WAYS.items():

@@ -1,10 +1,10 @@
-"""What a plug-in allocator cannot do is refused with a text that names Cushion and a way out.
+"""Features that a plug-in allocator cannot support are refused with a message that names Cushion and an alternative.
 
     python tests/gpu/refusals.py [--policy P]
 
 `torch.cuda.MemPool()`, `torch.backends.cudnn.benchmark`, sending a CUDA tensor to another process, and
-`torch.compile(mode="reduce-overhead")` each raise RuntimeError, and CUDA works on. Under
-`--policy native` each has to work instead. What is near them and does work is tried too.
+`torch.compile(mode="reduce-overhead")` each raise RuntimeError, and CUDA still works afterwards. With `--policy native`
+each has to work. Similar features that do work are tried too.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from torch.multiprocessing.reductions import reduce_tensor  # noqa: E402
 
-# A way out is an advice: what to do, or to set, in place of what was tried.
+# Words of advice, one of which a message has to contain.
 ADVICE = ("instead", "use ", "set ", "without", "leave", "turn ", "remove", "pass ")
 
 
@@ -52,7 +52,7 @@ def three_times_plus_one(x: torch.Tensor) -> torch.Tensor:
 def reduce_overhead() -> None:
     compiled = torch.compile(three_times_plus_one, mode="reduce-overhead")
     x = torch.ones(1000, device="cuda")
-    # A graph is captured after the first runs only.
+    # A graph is captured only after the first runs.
     for _ in range(4):
         compiled(x)
 
@@ -63,7 +63,7 @@ def alive(checks: Checks, after: str) -> None:
 
 
 def refused(checks: Checks, call, native: bool) -> str | None:
-    """The text with which a call was refused."""
+    """Returns the message of a refused call."""
     name = call.__name__
     text = None
     try:

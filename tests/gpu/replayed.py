@@ -1,12 +1,11 @@
-"""Almost no waste: `paged` on a real workload, and its own trace replayed without a GPU.
+"""Little waste: `paged` on a real workload, and its own trace replayed without a GPU.
 
     python tests/gpu/replayed.py [--policy P] NAME [--steps N]
 
-The workload of `workloads.py` runs with its history recorded. Peak reserved over peak live has to be within the bar
-for that workload, by `torch.cuda.memory_stats()` and by `torch.cuda.mem_get_info()`, from which what is left after
-`empty_cache` and is not reserved is taken away. Then the trace of that very run is replayed on the simulated device:
-peak reserved and the number of times the driver was asked for memory have to agree.
-"""
+A workload of `workloads.py` runs with its history recorded. Its excess (peak reserved / peak live) has to be within the
+bar for that workload, both by `torch.cuda.memory_stats()` and by `torch.cuda.mem_get_info()` without the memory that is
+in use outside the allocator. Then the trace of this run is replayed on the simulated device: peak reserved and the
+number of driver allocations have to agree."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ BARS = {
 def body(checks: Checks, given: argparse.Namespace) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         trace = str(Path(folder) / f"{given.name}.pickle.gz")
-        # Its two streams reach their peaks together only in a longer run.
+        # The peaks of its two streams coincide only in a longer run.
         steps = ("--steps", str(given.steps or (30 if given.name == "stream_offload" else 12)))
         real = workload(given.name, "cushion", "--policy", given.policy, *steps, "--trace", trace)
         say(f"{given.name}: {real}")
@@ -46,7 +45,7 @@ def body(checks: Checks, given: argparse.Namespace) -> dict:
         checks.at_most(excess, BARS[given.name], "peak reserved over peak live")
         checks.at_most(by_driver, BARS[given.name], "what the driver says is in use, over peak live")
     apart = replayed["reserved_peak_bytes"] - real["peak_reserved"]
-    # Which stream is done at which moment is the device's secret.
+    # The replay does not know when each stream was done.
     allowed = 0 if given.name in ("gpt2_train", "llama_varlen", "vision_multires", "generate") else 64 * MIB
     checks.at_most(abs(apart), allowed, "bytes between the peak and its replay")
     if allowed == 0:

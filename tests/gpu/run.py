@@ -1,13 +1,12 @@
-"""Runs the programs of this folder on a machine with a GPU, group by group, and writes what came of it.
+"""Runs the programs of this folder on a machine with a GPU, group by group, and records the results.
 
     python tests/gpu/run.py test|bench [--group NAME]... [--policy P] [--rounds N] [--fresh] [--out FOLDER] [--list]
 
-What passed is recorded, and not run again until the program or the package changes; --fresh forgets it.
-So a run that was stopped, or that went over several calls, goes on where it was. The record is
-gpu-out/state.json and the page docs/results/DATE-gpu-KIND.md; with --out both are in that folder.
+Jobs that passed are recorded, and not run again until the program or the package changes; --fresh discards the record.
+A run that was stopped therefore continues where it was. The record is gpu-out/state.json and the page
+docs/results/DATE-gpu-KIND.md; with --out both are in that folder.
 
-Where there is no GPU every group is skipped, and no page is written. The exit code is 1 if a group
-failed.
+Without a GPU every group is skipped, and no page is written. The exit code is 1 if a group failed.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from outcome import Outcome
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 
-# Asked of a process of its own: this one stays without torch.
+# Run in another process: this one does not import torch.
 FACTS = """
 import json, platform, subprocess, sys
 sys.path.insert(0, sys.argv[1])
@@ -59,7 +58,7 @@ print(json.dumps(facts))
 
 
 def facts() -> dict:
-    """What this machine is, or why nothing can be run on it."""
+    """Returns a description of this machine, or why nothing can run on it."""
     command = [sys.executable, "-c", FACTS, str(HERE)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=180)
     found = outcome.last_json(done.stdout)
@@ -72,7 +71,7 @@ def facts() -> dict:
 
 
 class Record:
-    """What came of the jobs so far, in a file that is rewritten after each."""
+    """The outcomes so far, in a file that is rewritten after each job."""
 
     def __init__(self, path: Path, about: dict[str, str]) -> None:
         self.path = path
@@ -81,7 +80,7 @@ class Record:
         self.commands: dict[str, list[str]] = {"test": [], "bench": []}
 
     def load(self) -> None:
-        """Takes up what is recorded, if it is of this machine and these versions."""
+        """Reads the record, if it is of this machine and these versions."""
         try:
             stored = json.loads(self.path.read_text())
         except FileNotFoundError:
@@ -102,7 +101,7 @@ class Record:
             "commands": self.commands,
             "outcomes": {key: asdict(value) for key, value in self.outcomes.items()},
         }
-        # Whole or not at all: a run may be stopped at any time.
+        # Written under another name first: a run may be stopped at any time.
         part = self.path.with_suffix(".part")
         part.write_text(json.dumps(stored, indent=1) + "\n")
         part.replace(self.path)
@@ -116,7 +115,7 @@ class Record:
         self.save()
 
     def current(self, groups: list[Group]) -> dict[str, Outcome]:
-        """The outcomes of what would be run now: not those of another program or package."""
+        """Returns the outcomes that are still valid: those of the present programs and package."""
         return {
             job.key: self.outcomes[job.key]
             for group in groups
@@ -125,13 +124,13 @@ class Record:
         }
 
     def done(self, job: Job) -> bool:
-        """Whether there is nothing to run again. What failed or was skipped is tried again."""
+        """Returns whether a job has passed. Jobs that failed or were skipped are tried again."""
         found = self.outcomes.get(job.key)
         return found is not None and found.status == "passed" and found.made_from == made_from(job)
 
 
 def package_files() -> list[Path]:
-    """The files of Cushion's packages that would be imported."""
+    """Returns the files of Cushion's packages that would be imported."""
     specs = [importlib.util.find_spec(name) for name in ("cushion", "gcAllocator", "custom_cuda_allocator")]
     folders = [folder for spec in specs if spec for folder in spec.submodule_search_locations or []]
     return sorted(
@@ -159,7 +158,7 @@ def hash_of(files: tuple[Path, ...]) -> str:
 
 
 def made_from(job: Job) -> str:
-    """Of the program, its arguments and the package: if that changes, an outcome says nothing any more."""
+    """Returns a hash of the program, its arguments and the package: an outcome is valid only for the same hash."""
     program = job.command[0]
     if program.endswith(".py"):
         named = (HERE / name for name in (program, *job.runs, "harness.py"))
@@ -193,17 +192,17 @@ def start(job: Job) -> subprocess.Popen:
 
 
 def prepared(jobs: list[Job]) -> dict[str, subprocess.Popen]:
-    """Those of the jobs that wait, all started and ready: half of a short run is imports, which need no
-    GPU and so disturb nobody yet."""
+    """Starts the jobs that can wait, and returns when all are ready. Half of a short run is imports, which do not use
+    the GPU and so do not disturb other jobs."""
     waiting = {job.key: start(job) for job in jobs if job.waits and path_of(job).exists()}
     for process in waiting.values():
-        # It says that it is ready, or ends.
+        # The job reports that it is ready, or ends.
         process.stdout.readline()
     return waiting
 
 
 def kill(process: subprocess.Popen) -> None:
-    """With everything it started; an interrupt from the keyboard does not reach its session."""
+    """Kills a process with all its children. An interrupt from the keyboard does not reach its session."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
 
@@ -230,7 +229,7 @@ def run_job(job: Job, process: subprocess.Popen | None = None) -> Outcome:
 
 
 def run_jobs(jobs: list[Job]) -> Iterator[Outcome]:
-    """The outcome of each, one after the other."""
+    """Runs jobs one after the other. Yields the outcome of each."""
     waiting = prepared(jobs)
     try:
         for job in jobs:
@@ -245,7 +244,7 @@ Run = Callable[[list[Job]], Iterator[Outcome]]
 
 
 def run_groups(groups: list[Group], record: Record, run: Run = run_jobs) -> None:
-    """Runs what is not done, and records each outcome as it comes."""
+    """Runs the jobs that are not done, and records each outcome."""
     for group in groups:
         left = [job for job in group.jobs if not record.done(job)]
         if len(left) < len(group.jobs):
@@ -269,19 +268,21 @@ def run_groups(groups: list[Group], record: Record, run: Run = run_jobs) -> None
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kind", choices=("test", "bench"))
-    parser.add_argument("--group", action="append", default=[], metavar="NAME", help="may be given again")
-    parser.add_argument("--list", action="store_true", help="say what groups there are")
-    parser.add_argument("--rounds", type=int, default=3, help="of each workload of bench, 3 unless told")
-    parser.add_argument("--policy", choices=POLICIES, help="of Cushion's, this one alone")
+    parser.add_argument(
+        "--group", action="append", default=[], metavar="NAME", help="run only this group; may be repeated"
+    )
+    parser.add_argument("--list", action="store_true", help="list the groups")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of each workload of bench; 3 by default")
+    parser.add_argument("--policy", choices=POLICIES, help="run only the jobs of this policy of Cushion")
     again = parser.add_mutually_exclusive_group()
-    again.add_argument("--resume", action="store_true", help="go on from what is recorded; the default")
-    again.add_argument("--fresh", action="store_true", help="forget what is recorded of the groups chosen")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="for the record and the page")
+    again.add_argument("--resume", action="store_true", help="continue from the record; the default")
+    again.add_argument("--fresh", action="store_true", help="discard the record of the chosen groups")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="folder for the record and the page")
     return parser.parse_args(arguments)
 
 
 def told(given: argparse.Namespace) -> str:
-    """The command as anybody would repeat it."""
+    """Returns the command, without folders of this machine."""
     words = ["python tests/gpu/run.py", given.kind]
     words += [f"--group {name}" for name in given.group]
     words += [f"--rounds {given.rounds}"] if given.kind == "bench" and given.rounds != 3 else []

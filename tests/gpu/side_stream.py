@@ -1,12 +1,10 @@
-"""Memory that a side stream still uses, when there is no other: just enough of it is waited for.
+"""All memory is pending on a side stream: an allocation waits for just enough of it.
 
     python tests/gpu/side_stream.py [--policy P] [--tensors 100] [--mib 160] [--repeats 5]
 
-All the memory that the process may hold is in tensors that work on a side stream uses, one after the other, each behind
-a few milliseconds of waiting, and freed while it does. Now two more are asked for. PyTorch's allocator waits for the
-whole side stream; Cushion has to wait for the first tensors, and memory must not be handed out before its work is
-done.
-"""
+All memory of the process is in tensors that a side stream uses one after the other, each after a few milliseconds of
+other work, and that are freed meanwhile. Then two more tensors are allocated. PyTorch's allocator waits for the whole
+side stream. Cushion has to wait only for the first tensors, and must not hand out memory before its work is done."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ import time
 
 from harness import MIB, Checks, itself, main, parser, require_gpu, say
 
-# About 5 ms on a card of 2 GHz.
+# About 5 ms at 2 GHz.
 CYCLES = 10_000_000
 
 
@@ -43,7 +41,7 @@ def measure(policy: str, tensors: int, mib: int, repeats: int) -> dict:
                 torch.cuda._sleep(CYCLES)
                 sums[number] = tensor[::4096].sum()
                 tensor.record_stream(side)
-                # Freed while it is in use. What is queued behind it is not waited for.
+                # Freed while it is in use. Later work on the stream is not waited for.
                 del tensor
         began = time.perf_counter()
         wanted = [torch.empty(length, device="cuda") for _ in range(2)]
@@ -54,7 +52,7 @@ def measure(policy: str, tensors: int, mib: int, repeats: int) -> dict:
         wrong += int((sums != float(len(range(0, length, 4096)))).sum())
         del wanted, tensor
         torch.cuda.synchronize()
-    # The first one loads kernels.
+    # The first repeat loads kernels.
     found = {"ms": [round(ms, 2) for ms in milliseconds[1:]], "wrong": wrong}
     if policy != "native":
         found["rungs"] = sorted({str(receipt.survived_by) for receipt in cushion.receipts()})
@@ -72,7 +70,7 @@ def body(checks: Checks, given: argparse.Namespace) -> dict:
     ours, native = (statistics.median(found[policy]["ms"]) for policy in (given.policy, "native"))
     checks.equal(found[given.policy]["refused"], 0, "refusals")
     checks.equal(found[given.policy]["rungs"], ["events"], "the rungs that served")
-    # Two tensors of a hundred: a tenth leaves room for everything else that takes time.
+    # Two tensors of a hundred take a fiftieth of the time; a tenth leaves room for overhead.
     checks.at_most(ours, native / 10, "milliseconds until two tensors are there")
     return {
         "told": f"two of {given.tensors} tensors of {given.mib} MiB after {ours:.1f} ms; PyTorch {native:.1f} ms "

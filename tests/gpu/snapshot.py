@@ -1,13 +1,11 @@
-"""Records a training loop with `_record_memory_history`, and replays what was dumped: every address agrees.
+"""Records a training loop with `_record_memory_history`, and replays the dump: every address has to agree.
 
     python tests/gpu/snapshot.py [--policy P] [--keep FOLDER]
 
-The loop has batches of many sizes, a side stream with `record_stream`, and CUDA graphs with pools of
-their own. It is recorded twice: from before the first allocation, and, once that is over, again from the
-middle. `cushion replay FILE --verify` has to put every allocation of both at its recorded address; what `paged` did
-is only replayed, as a trace does not tell which addresses are second ones. The stacks have to name this file, and
-PyTorch's own tools have to read the snapshot.
-"""
+The loop has batches of many sizes, a side stream with `record_stream`, and CUDA graphs with private pools. It is
+recorded twice: from before the first allocation, and then again from the middle. `cushion replay FILE --verify` has to
+put every allocation of both at its recorded address. A trace of `paged` is only replayed, because it does not record
+which addresses are stitches. The stacks have to name this file, and PyTorch's own tools have to read the snapshot."""
 
 from __future__ import annotations
 
@@ -27,12 +25,12 @@ import torch.cuda._memory_viz as viz  # noqa: E402
 
 STEPS = 12
 EVENTS = 1_000_000
-# Asked for nowhere else, so that its event can be told from all others.
+# A size that occurs only once, to identify its event.
 MARKED_BYTES = 3 * MIB + 12_345
 
 
 class Loop:
-    """A small training run that uses the allocator in most of its ways."""
+    """A small training run that uses most functions of the allocator."""
 
     def __init__(self) -> None:
         self.rng = random.Random(3)
@@ -43,7 +41,7 @@ class Loop:
         self.kept: list[torch.Tensor] = []
 
     def fetch(self, batch: int) -> tuple[torch.Tensor, torch.cuda.Event]:
-        """A batch brought in on the side stream."""
+        """Copies a batch to the GPU on the side stream."""
         host = torch.randn(batch, 512).pin_memory()
         with torch.cuda.stream(self.copies):
             x = host.to("cuda", non_blocking=True)
@@ -63,7 +61,7 @@ class Loop:
             self.kept.pop(self.rng.randrange(len(self.kept)))
 
     def capture(self) -> None:
-        """A graph with a private pool."""
+        """Captures a graph with a private pool."""
         with torch.no_grad():
             x = torch.zeros(256, 512, device="cuda")
             graph = torch.cuda.CUDAGraph()
@@ -93,7 +91,7 @@ def stop_recording() -> None:
 
 
 def check_stacks(checks: Checks, snapshot: dict) -> None:
-    """The marked allocation is there, once as an event and once as a block, with its Python stack."""
+    """Checks that the marked allocation occurs once as an event and once as a block, with its Python stack."""
     events = [
         event for event in snapshot["device_traces"][0] if event["action"] == "alloc" and event["size"] == MARKED_BYTES
     ]
@@ -112,8 +110,8 @@ def check_stacks(checks: Checks, snapshot: dict) -> None:
 
 
 def check_tools(checks: Checks, snapshot: dict) -> None:
-    """PyTorch's own tools take the snapshot."""
-    plain = str  # in place of the picture, for which PyTorch would download a script
+    """Checks that PyTorch's own tools read the snapshot."""
+    plain = str  # instead of the plot, for which PyTorch would download a script
     tools = {
         "trace_plot": lambda: viz.trace_plot(snapshot),
         "trace_plot, segments": lambda: viz.trace_plot(snapshot, plot_segments=True),
@@ -131,7 +129,7 @@ def check_tools(checks: Checks, snapshot: dict) -> None:
 
 
 def replay(checks: Checks, path: str, *more: str) -> list[dict]:
-    """What `cushion replay` says of a file, a row for each policy."""
+    """Returns the result of `cushion replay` for a file, a row for each policy."""
     command = [sys.executable, "-m", "cushion", "replay", path, "--json", *more]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     say(done.stderr.strip())
@@ -140,7 +138,7 @@ def replay(checks: Checks, path: str, *more: str) -> list[dict]:
 
 
 def verify(checks: Checks, path: str) -> dict:
-    """What `cushion replay --verify` says of a file."""
+    """Returns the result of `cushion replay --verify` for a file."""
     name = os.path.basename(path)
     rows = replay(checks, path, "--verify")
     compared = [row for row in rows if row["same_address"] is not None]
@@ -169,7 +167,7 @@ def body(checks: Checks, arguments) -> dict:
     start_recording()
     loop = Loop()
     loop.run()
-    # A pool that comes and goes under way.
+    # A pool that is created and dropped while recording.
     loop.graphs.clear()
     settle()
     loop.run()

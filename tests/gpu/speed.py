@@ -1,13 +1,12 @@
-"""What a malloc and a free cost the CPU under each allocator, measured side by side.
+"""Measures the CPU time of a malloc and a free with each allocator, side by side.
 
     python tests/gpu/speed.py [--casts N] [--rounds N]
 
-A process per mode, all alive at once. In each round every mode takes a turn of a few hundredths of a second at the
-same line of `cca_speed.py`, on the same cores, one mode after the other: a processor that is slow for a second is slow
-for all of them. As one process may be slower than the next for nothing but where its memory lies, that is done with
-several casts of processes. Cushion's share is the median over all rounds of its time by that of PyTorch's in the same
-round; the middle half of the rounds says how sure that is. Prints one JSON line.
-"""
+There is one process per mode, all alive at once. In each round every mode measures the same line of `cca_speed.py` for
+a few hundredths of a second, on the same cores, one mode after the other: a processor that is slow for a second is slow
+for all modes. One process may be slower than another only because of its memory layout, so this is repeated with
+several sets (casts) of processes. Cushion's share is the median over all rounds of its time divided by PyTorch's in the
+same round; the quartiles show the spread. Prints one JSON line."""
 
 from __future__ import annotations
 
@@ -26,14 +25,14 @@ from harness import require_gpu, say
 PROGRAM = Path(__file__).resolve().parent / "cca_speed.py"
 CASTS = 5
 ROUNDS = 10
-# The first turns of a line get the memory that the others find.
+# The first turns of a line allocate the memory that later turns reuse.
 UNCOUNTED = 2
 
 Turns = dict[str, list[float]]
 
 
 class Player:
-    """A process that takes turns."""
+    """A process that measures on request."""
 
     def __init__(self, mode: str) -> None:
         self.mode = mode
@@ -41,11 +40,11 @@ class Player:
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def lines(self) -> list[str]:
-        """Waits until it is ready."""
+        """Waits until the process is ready. Returns its lines."""
         return self.answer()["lines"]
 
     def answer(self) -> dict:
-        # What a library has to say about itself may come before it.
+        # Messages of libraries may come before the answer.
         for line in self.process.stdout:
             if line.startswith("{"):
                 return json.loads(line)
@@ -62,16 +61,16 @@ class Player:
 
 
 def cores_for(line: str, number: int, allowed: list[int]) -> list[int]:
-    """The same for every mode; another in each round, as some may have a neighbour."""
+    """Returns the cores of a round, the same for every mode. They differ between rounds, because some may be busy."""
     count = 4 if line == "4 threads" else 1
     return [allowed[(number * count + i) % len(allowed)] for i in range(count)]
 
 
 def play(players: list[Player], line: str, rounds: int, allowed: list[int]) -> Turns:
-    """Nanoseconds of each mode, round by round."""
+    """Returns the nanoseconds of each mode, by round."""
     times: Turns = {player.mode: [] for player in players}
     for number in range(rounds + UNCOUNTED):
-        # Nobody is always the first.
+        # The order of the modes rotates.
         shift = number % len(players)
         for player in players[shift:] + players[:shift]:
             took = player.turn(line, cores_for(line, number, allowed))
@@ -81,7 +80,7 @@ def play(players: list[Player], line: str, rounds: int, allowed: list[int]) -> T
 
 
 def figures(times: Turns) -> dict[str, dict]:
-    """Of one line: each mode's median, and of Cushion's modes the share of PyTorch's, with its quartiles."""
+    """Returns the median of each mode for one line, and the share of Cushion's modes with its quartiles."""
     result: dict[str, dict] = {mode: {"ns": round(statistics.median(took), 1)} for mode, took in times.items()}
     for mode, twin in TWINS.items():
         shares = [ours / theirs for ours, theirs in zip(times[mode], times[twin], strict=True)]
@@ -91,7 +90,7 @@ def figures(times: Turns) -> dict[str, dict]:
 
 
 def cast(whole: dict[str, Turns], rounds: int, allowed: list[int]) -> None:
-    """Starts a process for each mode, and adds its turns at every line."""
+    """Starts a process for each mode, and adds its measurements of every line."""
     players = [Player(mode) for mode in MODES]
     lines = [player.lines() for player in players][0]
     for line in lines:
@@ -103,7 +102,7 @@ def cast(whole: dict[str, Turns], rounds: int, allowed: list[int]) -> None:
 
 
 def build() -> None:
-    """One process alone: the extension that all use is built by the first."""
+    """Runs one process alone, which builds the extension that all use."""
     first = Player("native")
     first.lines()
     first.end()

@@ -1,10 +1,10 @@
-"""More live memory than a program may hold: with host memory it finishes, slower.
+"""More live memory than the limit: with host memory the program finishes, slower.
 
     python tests/gpu/spilled.py [--policy P] [--over 1.05] [--steps 12]
 
-`gpt2_train` of `workloads.py` is run without a limit, to see what it has live at most; then with a limit so many times
-smaller, under PyTorch's allocator, which has to run out of memory, and under Cushion with host memory, which has to
-finish with the same loss, give or take what runs differ. How much slower it is, is told.
+`gpt2_train` of `workloads.py` runs without a limit, to find its peak of live memory. Then it runs with a limit of that
+peak divided by `--over`: with PyTorch's allocator it has to run out of memory; with Cushion and host memory it has to
+finish with the same loss, within the variation between runs. The slowdown is reported.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def body(checks: Checks, given: argparse.Namespace) -> dict:
     checks.at_most(spilled["peak_reserved"], cap_gib * GIB, "device memory held")
     if spilled["oom"] is not None:
         return {}
-    # As far as runs of one program lie apart in `losses.py`, many times over.
+    # Many times the difference between runs of one program in `losses.py`.
     checks.at_most(abs(spilled["loss"] - free["loss"]), 0.01, "the distance of the losses")
     slower = spilled["s_per_step"] / free["s_per_step"]
     return {

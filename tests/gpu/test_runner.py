@@ -1,4 +1,4 @@
-"""Tests of the runner itself; they need neither torch nor a GPU."""
+"""Tests of the runner, without torch and without a GPU."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ABOUT = {
 }
 
 
-# Two rounds, the second on a processor of half the speed.
+# Two rounds, the second at half the speed.
 TURNS = {
     "native": [200.0, 400.0],
     "expandable": [50.0, 150.0],
@@ -48,7 +48,7 @@ def workload_line(items: float, peak: int, loss: float | None = None) -> dict:
 
 
 def gpt2(changes: dict[str, dict] | None = None) -> tuple[list[Group], dict[str, Outcome]]:
-    """The gpt2_train group, with outcomes; `changes` replaces figures of the modes named."""
+    """Returns the gpt2_train group with outcomes; `changes` replaces figures of the named modes."""
     group = next(group for group in groups.benches(3) if group.name == "gpt2_train")
     usual = {
         "native": workload_line(100.0, 1000, 5.0),
@@ -65,7 +65,7 @@ def gpt2(changes: dict[str, dict] | None = None) -> tuple[list[Group], dict[str,
 
 
 class Groups(unittest.TestCase):
-    def test_every_program_is_there(self):
+    def test_every_program_exists(self):
         for group in [*groups.tests(), *groups.benches(1)]:
             for job in group.jobs:
                 for name in (job.command[0], *job.runs):
@@ -75,12 +75,12 @@ class Groups(unittest.TestCase):
         jobs = [job for group in [*groups.tests(), *groups.benches(3)] for job in group.jobs]
         self.assertEqual(len({job.key for job in jobs}), len(jobs))
 
-    def test_modes_take_turns_and_every_second_round_goes_backwards(self):
+    def test_modes_alternate_and_every_second_round_is_reversed(self):
         group = groups.benches(2)[0]
         order = [outcome.mode_of(group, job) for job in group.jobs]
         self.assertEqual(order, [*groups.MODES, *reversed(groups.MODES)])
 
-    def test_one_policy_alone(self):
+    def test_one_policy_only(self):
         group = groups.of_kind("bench", 2, "paged")[0]
         modes = {outcome.mode_of(group, job) for job in group.jobs}
         self.assertEqual((len(group.jobs), modes), (6, {"native", "expandable", "cushion paged"}))
@@ -92,7 +92,7 @@ class Groups(unittest.TestCase):
         self.assertLessEqual({"race paged", "replayed generate", "contract", "capped"}, every)
         self.assertFalse({"race segments", "race expandable"} & every)
 
-    def test_what_stays_alive_is_run_under_every_policy(self):
+    def test_the_alive_group_runs_every_policy(self):
         group = next(group for group in groups.tests() if group.name == "alive")
         programs = ("graphs_under_shortage.py", "many_pools.py", "destroyed_stream.py")
         found = {(job.command[0], job.policy) for job in group.jobs}
@@ -197,7 +197,7 @@ class Losses(unittest.TestCase):
         self.assertEqual(len(losses.judge("w", {**same, "paged": 2.499999})), 1)
         self.assertEqual(len(losses.judge("w", {**same, "segments": float("nan")})), 1)
 
-    def test_near_where_it_does_not(self):
+    def test_near_where_pytorch_varies(self):
         near = {**dict.fromkeys(losses.RUNS, 2.5), "native 3": 2.6, "segments": 2.69, "expandable": 2.41}
         self.assertEqual(losses.judge("w", near), [])
         self.assertEqual(len(losses.judge("w", {**near, "segments": 2.71})), 1)
@@ -210,7 +210,7 @@ class Losses(unittest.TestCase):
 
 
 class Player:
-    """One that takes turns, and writes down which."""
+    """Records its turns."""
 
     def __init__(self, mode, log):
         self.mode = mode
@@ -257,7 +257,7 @@ class Speed(unittest.TestCase):
 class Tables(unittest.TestCase):
     def test_workloads(self):
         chosen, outcomes = gpt2()
-        # In one round, then in another, something else was going on.
+        # One round, then another, was disturbed.
         outcomes["gpt2_train native 1"].result.update(items_per_s=1.0, step_s=[3.0, 2 / 100])
         outcomes["gpt2_train native 2"].result["step_s"] = [1 / 100, 3.0]
         rows = {row[1]: row for row in outcome.workloads_table(chosen, outcomes)}
@@ -315,7 +315,7 @@ class Tables(unittest.TestCase):
 
 
 class Pages(unittest.TestCase):
-    def test_a_page_says_what_failed_and_what_was_not_run(self):
+    def test_a_page_lists_failures_and_jobs_that_did_not_run(self):
         every = groups.tests()
         outcomes = {
             "contract": Outcome("skipped", "gpu-kit/gpu_contract is not there"),
@@ -332,7 +332,7 @@ class Pages(unittest.TestCase):
         self.assertIn("- oom: 3 of 3 not run", text)
         self.assertNotIn("Every group passed", text)
 
-    def test_a_page_of_what_all_passed(self):
+    def test_a_page_where_all_passed(self):
         chosen, outcomes = gpt2()
         text = outcome.page("bench", "2026-01-02", ABOUT, ["x"], chosen, outcomes)
         self.assertIn("| gpt2_train | cushion segments | 110.0 | 110.0 … 110.0 | 1.100 | 1.375 | 1,000 = |", text)
@@ -355,7 +355,7 @@ class Resuming(unittest.TestCase):
         return record
 
     def ran(self, record: run.Record, fate=None) -> list[str]:
-        """The jobs that were run. They pass, unless `fate` says what comes of them."""
+        """Returns the jobs that ran. They pass, unless `fate` returns another outcome."""
         keys = []
 
         def fake(jobs: list[Job]):
@@ -367,12 +367,12 @@ class Resuming(unittest.TestCase):
             run.run_groups([self.group], record, fake)
         return keys
 
-    def test_what_passed_is_not_run_again(self):
+    def test_passed_jobs_are_not_run_again(self):
         self.assertEqual(self.ran(self.record()), ["a", "b"])
         self.assertEqual(self.ran(self.record()), [])
         self.assertEqual(self.record().outcomes["a"].result, {"checks": 1})
 
-    def test_what_failed_or_was_skipped_is_tried_again(self):
+    def test_failed_and_skipped_jobs_are_tried_again(self):
         def fate(job: Job) -> Outcome:
             return Outcome("failed", "x") if job.key == "a" else Outcome("skipped", "y")
 
@@ -381,7 +381,7 @@ class Resuming(unittest.TestCase):
         self.assertEqual(self.ran(record), ["a", "b"])
         self.assertEqual(outcome.verdict(self.group, record.outcomes).why, ["a passed at try 2"])
 
-    def test_a_run_that_was_stopped_goes_on(self):
+    def test_a_stopped_run_continues(self):
         def fate(job: Job) -> Outcome:
             if job.key == "b":
                 raise KeyboardInterrupt
@@ -391,7 +391,7 @@ class Resuming(unittest.TestCase):
             self.ran(self.record(), fate)
         self.assertEqual(self.ran(self.record()), ["b"])
 
-    def test_another_program_is_run_again(self):
+    def test_a_changed_program_is_run_again(self):
         self.ran(self.record())
         stored = json.loads(self.path.read_text())
         stored["outcomes"]["a"]["made_from"] = "another"
@@ -406,7 +406,7 @@ class Resuming(unittest.TestCase):
         self.path.write_text('{"about"')
         self.assertEqual(self.record().outcomes, {})
 
-    def test_commands_are_told_once_and_without_folders(self):
+    def test_commands_are_recorded_once_without_folders(self):
         line = f"bench --group speed --rounds 2 --fresh --out {self.folder.name}"
         given = run.parse(line.split())
         self.assertEqual(run.told(given), "python tests/gpu/run.py bench --group speed --rounds 2")
@@ -439,7 +439,7 @@ class Running(unittest.TestCase):
         self.assertIn("still running after 1 s", found.why)
         self.assertLess(found.seconds, 30)
 
-    def test_jobs_that_wait_are_ready_before_the_first_goes_on(self):
+    def test_waiting_jobs_are_ready_before_the_first_starts(self):
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "program.py")
             path.write_text(
@@ -455,7 +455,7 @@ class Running(unittest.TestCase):
             self.assertEqual((first.status, first.result["found"]), ("passed", ["a.ready", "b.ready"]))
             self.assertEqual(second.status, "passed")
 
-    def test_jobs_that_wait_do_not_outlive_a_run_that_is_stopped(self):
+    def test_waiting_jobs_end_when_a_run_is_stopped(self):
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "program.py")
             path.write_text("print('{\"ready\": true}', flush=True)\ninput()\nprint('{\"ok\": true}')\n")
@@ -468,7 +468,7 @@ class Running(unittest.TestCase):
                 outcomes.close()
             self.assertEqual([process.poll() is None for process in started], [False, False])
 
-    def test_what_is_not_there_is_skipped(self):
+    def test_missing_programs_are_skipped(self):
         found = run.run_job(Job("x", ("gpu-kit/no-such-program",), 1))
         self.assertEqual((found.status, found.why), ("skipped", "gpu-kit/no-such-program is not there"))
 

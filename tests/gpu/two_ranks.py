@@ -1,12 +1,11 @@
-"""Two ranks train one GPT-2 on one GPU (gloo, DistributedDataParallel), and one of them is short of memory.
+"""Two ranks train one GPT-2 on one GPU (gloo, DistributedDataParallel), and one of them runs out of memory.
 
     python tests/gpu/two_ranks.py [--steps 200] [--policy paged]
 
-Rank 0 runs out of memory by failures that are made up, and by a real limit below what its whole batch needs. After all
-steps the weights of both ranks are equal to the bit, and the loss lies no further from those of PyTorch's own runs than
-they are apart: with whole batches, and in halves as programs accumulate them by hand, which have other shapes, so that
-kernels add up in another order. What the agreement costs a step that goes well is measured, too.
-"""
+Rank 0 runs out of memory through injected failures, and through a real limit below the need of its whole batch. After
+all steps the weights of both ranks have to be equal to the bit. The loss must not be further from those of PyTorch's
+own runs than these are from each other: runs with whole batches, and runs that accumulate halves, whose shapes differ,
+so that kernels sum in another order. The cost of the agreement for a step that succeeds is measured too."""
 
 from __future__ import annotations
 
@@ -67,7 +66,7 @@ def train(given: argparse.Namespace) -> dict:
 
     plain = step
     if mode == "halves":
-        # As programs accumulate by hand: other shapes, so kernels add up in another order.
+        # Accumulates halves, as programs do. Other shapes make kernels sum in another order.
         def step(tokens: torch.Tensor) -> torch.Tensor:
             with model.no_sync():
                 first = half(tokens[: BATCH // 2])
@@ -80,23 +79,23 @@ def train(given: argparse.Namespace) -> dict:
             return loss.detach()
 
     elif mode == "hooked":
-        # What a communication hook in Python costs by itself.
+        # Measures the cost of a communication hook in Python alone.
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
         model.register_comm_hook(None, default_hooks.allreduce_hook)
     elif mode != "native":
         step = cushion.retry(split=cushion.split_batch, loss="mean", grads=model, group="world", timeout=60)(plain)
-    # The gradients and the optimizer's state are there when memory is short.
+    # The gradients and the optimizer's state exist before memory runs out.
     torch.cuda.reset_peak_memory_stats()
     times, losses = [], []
     for number in range(given.steps):
         began = time.perf_counter()
         optimizer.zero_grad()
         if mode == "injected" and rank == 0 and number % 3 == 0:
-            # Another allocation each time, of the forward and of the backward pass.
+            # Another allocation fails each time, in the forward and in the backward pass.
             with cushion.inject(f"nth={1 + 37 * number % 400}"):
                 loss = step(batches[number % len(batches)])
-            # It was no matter of size: parts need not become smaller with each failure.
+            # The failure was injected, so parts need not become smaller.
             step.forget()
         else:
             loss = step(batches[number % len(batches)])
@@ -123,7 +122,7 @@ def train(given: argparse.Namespace) -> dict:
 
 
 def vote_seconds() -> float:
-    """What the exchange at the end of a step takes on the CPU, in millionths of a second."""
+    """Returns the microseconds that the vote at the end of a step takes on the CPU."""
     from cushion import _ranks
 
     ranks = _ranks.of("world", 60)
@@ -137,7 +136,7 @@ def vote_seconds() -> float:
 
 
 def pair(given: argparse.Namespace, mode: str, cap: float = 0) -> list[dict]:
-    """Both ranks, each in a process of its own."""
+    """Runs both ranks, each in its own process."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -166,7 +165,7 @@ def body(checks: Checks, given: argparse.Namespace) -> dict:
     losses = [run[0]["loss"] for run in native]
     apart = max(losses) - min(losses)
     whole = pair(given, "whole")
-    # Below the whole batch, above half of it and what is always there.
+    # Below the need of the whole batch, above that of half of it.
     cap = 0.75 * native[0][0]["peak_gib"]
     told = []
     for mode, ours in (("injected", pair(given, "injected")), ("limit", pair(given, "limit", cap))):

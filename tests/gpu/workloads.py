@@ -9,8 +9,8 @@ step and items per second over the last two thirds of the steps, the seconds of 
 loss, retries, and whether memory ran out. All figures of memory are from `torch.cuda.memory_stats()`.
 Takes 15 to 45 seconds.
 
-With --wait it prepares all that needs no GPU, says so with a line of JSON, and goes on at a line on
-standard input: half of a short run is imports, and several can prepare at once.
+With --wait it does the work that needs no GPU, reports that with a line of JSON, and continues at a line on standard
+input: half of a short run is imports, and several processes can prepare at once.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def arguments() -> argparse.Namespace:
 
 
 class Workload:
-    """What all of them use. A workload's `build` makes its model, and returns the step."""
+    """The base of all workloads. `build` creates the model, and returns the step."""
 
     def __init__(self, steps: int, scale: float) -> None:
         self.steps = steps
@@ -66,7 +66,7 @@ class Workload:
         return torch.randint(0, vocabulary, (batch, length), device="cuda")
 
     def learn(self, i: int, loss, optimizer) -> None:
-        """The rest of a step of training, after the loss; the last loss is kept."""
+        """Runs the rest of a training step, after the loss, and keeps the loss."""
         loss.backward()
         if i == self.steps - 1:
             self.loss = round(loss.item(), 6)
@@ -74,15 +74,15 @@ class Workload:
         optimizer.zero_grad(set_to_none=True)
 
     def prepare(self) -> None:
-        """What needs no GPU."""
+        """Does the work that needs no GPU."""
 
     def build(self) -> Callable[[int], int]:
-        """The step: given its number, it returns how many items it worked on."""
+        """Returns the step: a function of its number that returns how many items it processed."""
         raise NotImplementedError
 
 
 def on_gpu(make):
-    """Builds a model on the GPU itself: on the CPU, 7B weights take minutes."""
+    """Builds a model directly on the GPU: on the CPU, 7B weights take minutes."""
     with torch.device("cuda"):
         return make()
 
@@ -155,8 +155,8 @@ class LlamaVarlen(OfTransformers):
 
 
 class StreamOffload(Workload):
-    """Weights live in pinned host memory. A copy stream brings each layer in ahead of its use, as FSDP's
-    all-gather does, with record_stream."""
+    """Weights are in pinned host memory. A copy stream fetches each layer before its use, with record_stream, as FSDP's
+    all-gather does."""
 
     WIDTH, LAYERS = 4096, 24
 
@@ -243,8 +243,8 @@ class VisionMultires(Workload):
 
 
 class GraphsServing(Workload):
-    """CUDA graphs captured for several batch sizes in one private pool, replayed in random order beside
-    eager work."""
+    """CUDA graphs captured for several batch sizes in one private pool, replayed in random order together with eager
+    work."""
 
     BATCHES = (256, 128, 64, 32, 16, 8, 4, 2, 1)
 
@@ -302,7 +302,7 @@ WORKLOADS: dict[str, type[Workload]] = {
 def wait_for_the_word() -> None:
     print(json.dumps({"ready": True}), flush=True)
     if not sys.stdin.readline():
-        # Whoever started this is gone.
+        # The process that started this one has ended.
         sys.exit(1)
 
 
@@ -348,7 +348,7 @@ def memory_figures() -> dict:
 
 
 def used_by_others() -> int:
-    """What is in use on the device and is not the allocator's: the context, kernels, other programs."""
+    """Returns the bytes in use on the device outside the allocator: the context, kernels, other programs."""
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
     return total - free - torch.cuda.memory_reserved()
@@ -375,7 +375,7 @@ def main(given: argparse.Namespace) -> None:
 
         cushion.install(policy=given.policy)
     if given.deterministic:
-        # Where a kernel has no such form, PyTorch says so and goes on.
+        # PyTorch only warns if a kernel has no deterministic form.
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.backends.cudnn.deterministic = True
     random.seed(1)
@@ -407,7 +407,7 @@ def main(given: argparse.Namespace) -> None:
 if __name__ == "__main__":
     GIVEN = arguments()
     if MODES[GIVEN.mode]:
-        # Both names, for older versions; they are read when torch is loaded.
+        # Both names, for older versions; torch reads them at import.
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = os.environ["PYTORCH_ALLOC_CONF"] = MODES[GIVEN.mode]
     if GIVEN.deterministic:
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"

@@ -1,15 +1,15 @@
-/* A stand-in for the part of the CUDA runtime (cudart) that PyTorch needs to believe in a GPU.
+/* A stand-in for the part of the CUDA runtime (cudart) that PyTorch needs to see a GPU.
  *
- * Preloaded before an unmodified CUDA build of torch (12 or 13), it answers instead of the real libcudart:
- * devices, contexts, memory, streams, events and captures. Everything else, such as registering kernels, is
- * left to the real one. Nothing is ever computed: device addresses and stream handles are numbers that
- * nobody follows, kernels and copies succeed without doing anything, and what is copied from the device to
- * the host reads as zeros.
+ * It is preloaded before an unmodified CUDA build of torch (12 or 13) and answers in place of the real
+ * libcudart: devices, contexts, memory, streams, events and captures. Everything else, such as
+ * registering kernels, goes to the real library. Nothing is computed: device addresses and stream
+ * handles are numbers that are never dereferenced, kernels and copies succeed without doing anything,
+ * and copies from the device to the host read as zeros.
  *
- * Where a libcuda.so.1 can be loaded (Cushion's stand-in for the driver) it is asked, as the real runtime
- * would, so that a plug-in that talks to the driver and torch, which talks to the runtime, see one device.
- * That stand-in knows captures, and which stream waits for which, only from its test hooks (standin_*), so
- * they are told here. Where there is no driver, or where it lacks a function, the answers come from here:
+ * If a libcuda.so.1 can be loaded (Cushion's stand-in for the driver), calls go to it, as with the real
+ * runtime, so that a plug-in that calls the driver and torch, which calls the runtime, see one device.
+ * That stand-in learns captures, and which stream waits for which, only from its test hooks (standin_*),
+ * so this file calls them. Without a driver, or if it lacks a function, this file answers by itself:
  * STANDIN_DEVICES devices (1) of STANDIN_CAPACITY bytes (16 GiB).
  *
  * STANDIN_LOG=1 writes calls to stderr. tests/torch/standin.sh builds and runs it. */
@@ -30,8 +30,8 @@ enum { OK = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, INVALID_DEVICE = 101,
 enum { CAPTURE_NONE = 0, CAPTURE_ACTIVE = 1 };
 
 #ifdef NO_DRIVER
-/* Built so, this file is an empty libcuda.so.1 (it has no cuInit) for a machine with none: torch's
- * libcaffe2_nvrtc.so does not load without, and torch then does not initialise. */
+/* With this macro, the file is an empty libcuda.so.1 (without cuInit) for a machine that has none:
+ * torch's libcaffe2_nvrtc.so does not load without one, and torch then does not initialise. */
 
 status cuCtxGetCurrent(void **context) {
     *context = NULL;
@@ -80,13 +80,13 @@ static status done(status answer) {
     return answer;
 }
 
-/* The driver, where there is one. */
+/* The driver, if there is one. */
 
-static status no_driver; /* why not, where there is one that does not start */
+static status no_driver; /* the error of a driver that does not start */
 
 static void *driver(const char *name) {
     static void *library;
-    static int tried; /* once: a library that appears later would have its own devices and memory */
+    static int tried; /* only once: a library that appears later would have its own devices and memory */
     pthread_mutex_lock(&lock);
     if (!tried) {
         tried = 1;
@@ -100,7 +100,7 @@ static void *driver(const char *name) {
     return library ? dlsym(library, name) : NULL;
 }
 
-/* ASK(name, (types), (arguments)): asks the driver and returns, where it knows the name. */
+/* ASK(name, (types), (arguments)): calls the driver and returns its result, if it has the function. */
 #define ASK(name, types, arguments)                                              \
     do {                                                                         \
         static status(*function) types;                                          \
@@ -112,7 +112,7 @@ static void *driver(const char *name) {
         if (function) return done(function arguments);                           \
     } while (0)
 
-/* TELL(name, (types), (arguments)): the same for a test hook, which answers nothing; 1 if there is one. */
+/* TELL(name, (types), (arguments)): calls a test hook, which returns nothing; 1 if it exists. */
 #define TELL(name, types, arguments)                                             \
     ({                                                                           \
         static void(*function) types;                                            \
@@ -130,9 +130,9 @@ static u64 setting(const char *name, u64 otherwise) {
     return text && *text ? strtoull(text, NULL, 0) : otherwise;
 }
 
-/* The runtime works in the primary context of the thread's device; so does a plug-in called from it. That
- * is set once a thread and device, not at every call, so that calls of the driver stay few and its counts
- * tell of the plug-in. */
+/* The runtime works in the primary context of the thread's device; so does a plug-in called from it.
+ * The context is set once per thread and device, not at every call, so that the driver's counts are
+ * mostly those of the plug-in. */
 static status make_current(int ordinal) {
     static status (*get_device)(int *, int), (*retain)(void **, int), (*set_current)(void *);
     static void *contexts[64];
@@ -223,7 +223,7 @@ static u64 total_bytes(int ordinal) {
     return setting("STANDIN_CAPACITY", 16ull << 30);
 }
 
-/* The few attributes torch looks at, as an H100 has them; the numbers are those of CUdevice_attribute. */
+/* The few attributes torch reads, with the values of an H100; the numbers are of CUdevice_attribute. */
 static int attribute(int which) {
     switch (which) {
     case 1: case 2: case 3: case 39: return which == 39 ? 2048 : 1024; /* threads */
@@ -324,12 +324,12 @@ status cuGetErrorString(status code, const char **out) {
     return OK;
 }
 
-/* torch refuses to go on when a driver function it lists as required is missing; one it never calls may as
- * well refuse when called. */
+/* torch stops if a driver function that it lists as required is missing; a function that it never
+ * calls may fail when called. */
 status cudaGetDriverEntryPointByVersion(const char *name, void **out, unsigned version, u64 flags, int *result) {
     static const char *const suffixes[] = {"_v2", ""};
     char symbol[128];
-    IN_CONTEXT(); /* who asks here calls the driver next */
+    IN_CONTEXT(); /* the caller calls the driver next */
     *out = NULL;
     for (int i = 0; i < 2 && !*out; i++) {
         snprintf(symbol, sizeof symbol, "%s%s", name, suffixes[i]);
@@ -347,7 +347,7 @@ status cudaGetDriverEntryPoint(const char *name, void **out, u64 flags, int *res
     return cudaGetDriverEntryPointByVersion(name, out, 12000, flags, result);
 }
 
-/* Memory. Only its amount is real. */
+/* Memory. Only its size is tracked. */
 
 struct range { uintptr_t from; size_t bytes; int device; struct range *next; };
 static struct range *device_ranges, *host_ranges;
@@ -454,7 +454,7 @@ status cudaHostGetDevicePointer(void **out, void *host, unsigned flags) {
 
 struct pointer_attributes { int type, device; void *device_pointer, *host_pointer; };
 
-/* 0: the host's, 1: the host's and pinned, 2: the device's, which is what the process has no page for. */
+/* 0: host, 1: pinned host, 2: device, which is any address for which the process has no page. */
 status cudaPointerGetAttributes(struct pointer_attributes *out, const void *address) {
     unsigned char resident;
     *out = (struct pointer_attributes){0, device, NULL, NULL};
@@ -469,7 +469,7 @@ status cudaPointerGetAttributes(struct pointer_attributes *out, const void *addr
 }
 
 static status copy(void *to, size_t bytes, int kind) {
-    if (kind == 2) memset(to, 0, bytes); /* device to host: what was never computed reads as zeros */
+    if (kind == 2) memset(to, 0, bytes); /* device to host: reads as zeros */
     return OK;
 }
 
@@ -485,7 +485,7 @@ status cudaMemcpy2DAsync(void *to, size_t to_pitch, const void *from, size_t fro
     return OK;
 }
 
-/* Between processes a handle is the address, or the event, itself: enough to be handed round in one. */
+/* An IPC handle is the address or the event itself: enough within one process. */
 
 struct ipc { char bytes[64]; };
 
@@ -519,8 +519,8 @@ status cudaIpcOpenEventHandle(void **out, struct ipc handle) { return ipc_open(o
 /* Captures. A stream that waits for an event of a capturing stream joins its capture. */
 
 struct member { void *handle, *stream; u64 capture; struct member *next; };
-static struct member *streams; /* those captured, where the driver does not keep them */
-static struct member *events;  /* where each was last recorded, and in which capture */
+static struct member *streams; /* captured streams, if the driver does not track them */
+static struct member *events;  /* the stream of the last record, and its capture */
 static u64 captures;
 
 static struct member *member(struct member **list, void *handle, int insert) {
@@ -560,7 +560,7 @@ status cudaStreamGetCaptureInfo_v2(void *stream, int *state, u64 *id, void **gra
     return OK;
 }
 
-/* CUDA 13 gave the plain name more arguments; CUDA 12 has it with three, and torch asks there for _v2. */
+/* In CUDA 13 the plain name has more arguments; in CUDA 12 it has three, and torch calls _v2. */
 status cudaStreamGetCaptureInfo(void *stream, int *state, u64 *id, void **graph, const void **dependencies,
                                 const void **edges, size_t *count) {
     static int version;
@@ -620,7 +620,7 @@ status cudaStreamWaitEvent(void *stream, void *event, unsigned flags) {
     struct member *found = member(&events, event, 0);
     struct member from = found ? *found : (struct member){0};
     pthread_mutex_unlock(&lock);
-    /* An event of a capture that is over orders nothing in a later one. */
+    /* An event of an ended capture orders nothing in a later one. */
     if (!from.capture || from.capture != capture_of(from.stream)) return OK;
     if (TELL("standin_wait_for", (int, u64, u64), (device, (uintptr_t)stream, (uintptr_t)from.stream))) return OK;
     pthread_mutex_lock(&lock);
@@ -649,7 +649,7 @@ static void *invent(void) {
     return (void *)__atomic_add_fetch(&next, 16, __ATOMIC_RELAXED);
 }
 
-/* A graph has one node, so that torch does not warn of an empty one. */
+/* A graph has one node, so that torch does not warn about an empty graph. */
 status cudaGraphGetNodes(void *graph, void **nodes, size_t *count) {
     if (nodes && *count) nodes[0] = (void *)0x6100000000;
     *count = 1;
@@ -665,7 +665,7 @@ status cudaUserObjectCreate(void **out, void *pointer, void (*destroy)(void *), 
     return OK;
 }
 
-/* Memory that graphs hold outside of any allocator: none. */
+/* Graphs hold no memory outside of an allocator. */
 status cudaDeviceGetGraphMemAttribute(int ordinal, int which, void *value) {
     *(u64 *)value = 0;
     return OK;
@@ -799,7 +799,7 @@ status cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *out, const void *kerne
     return cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(out, kernel, block, shared, 0);
 }
 
-/* What succeeds without doing anything. */
+/* Functions that succeed without doing anything. */
 #define ACCEPTED(name) \
     status name(void) { return OK; }
 ACCEPTED(cudaDeviceEnablePeerAccess)
@@ -820,7 +820,7 @@ ACCEPTED(cudaProfilerStart)
 ACCEPTED(cudaProfilerStop)
 ACCEPTED(cudaDeviceSetGraphMemAttribute)
 
-/* What torch's libcaffe2_nvrtc.so links against and no allocator calls: there, so that it loads. */
+/* torch's libcaffe2_nvrtc.so links against these; no allocator calls them. */
 #define REFUSED(name) \
     status name(void) { return NOT_SUPPORTED; }
 REFUSED(cuFuncGetAttribute)

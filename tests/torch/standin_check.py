@@ -1,6 +1,6 @@
-"""That torch believes in the stand-in's GPU: run it as `standin.sh FOLDER python standin_check.py`.
+"""Checks that torch runs on the stand-in's GPU: run it as `standin.sh FOLDER python standin_check.py`.
 
-With torch's own allocator, so that what fails here is the stand-in's doing and not a plug-in's.
+It uses torch's own allocator, so that a failure is the stand-in's and not a plug-in's.
 """
 
 import threading

@@ -1,12 +1,12 @@
-"""Records how PyTorch's own allocator behaves in its corners, for the engine to be verified against.
+"""Records how PyTorch's own allocator behaves in special cases, to verify the engine against.
 
 usage: record.py OUTDIR [SCENARIO...]      (needs a CUDA GPU and PyTorch; about two minutes)
 
 SEED=n in the environment records other programs of the same kinds.
 
-Each scenario is a seeded random program run in a process of its own under one set of options. It
-leaves OUTDIR/NAME.pickle.gz, the snapshot with its trace, and one line in OUTDIR/stats.jsonl: the
-scenario, the memory limit, and what torch.cuda.memory_stats() said at the end.
+Each scenario is a seeded random program that runs in its own process with one set of options. It writes
+OUTDIR/NAME.pickle.gz, the snapshot with its trace, and one line in OUTDIR/stats.jsonl: the scenario, the memory limit,
+and the final torch.cuda.memory_stats().
 """
 
 import gzip
@@ -50,7 +50,7 @@ SCENARIOS = {
 
 
 def sizes(rng):
-    """Bytes, most of them small, some around the boundaries between size classes."""
+    """Returns a random size: mostly small, sometimes around a boundary between size classes."""
     kind = rng.random()
     if kind < 0.1:
         return rng.choice(
@@ -109,7 +109,7 @@ def main(name):
 
 
 def churn(torch, rng, steps, streams=3, empty=0.004, each=lambda step: None):
-    """Allocates and frees at random on several streams, with uses across streams."""
+    """Allocates and frees randomly on several streams, and uses tensors on other streams."""
     refused = 0
     lanes = [torch.cuda.current_stream()] + [torch.cuda.Stream() for _ in range(streams - 1)]
     live = []
@@ -142,7 +142,7 @@ def churn(torch, rng, steps, streams=3, empty=0.004, each=lambda step: None):
 
 
 def toggle(torch, rng, steps):
-    """Expandable segments switched on and off under way."""
+    """Switches expandable segments on and off."""
 
     def each(step):
         if step % 150 == 149:
@@ -153,11 +153,11 @@ def toggle(torch, rng, steps):
 
 
 def graphs(torch, rng, steps):
-    """Graphs captured into own and shared pools beside eager work, and destroyed at random."""
+    """Captures graphs into private and shared pools during eager work, and destroys them randomly."""
     refused = 0
     held, shared = [], torch.cuda.graph_pool_handle()
     side = torch.cuda.Stream()
-    # A shared pool may not be used again once its last graph is gone: keep one.
+    # A shared pool must not be used again after its last graph is gone: one is kept.
     anchor = torch.cuda.CUDAGraph()
     with torch.cuda.graph(anchor, pool=shared):
         kept = torch.zeros(1000, device="cuda") + 1
@@ -193,7 +193,7 @@ def graphs(torch, rng, steps):
 
 
 def pools(torch, rng, steps):
-    """MemPools of the user's own, some of them open to the default pool when memory is short."""
+    """Uses MemPools, some of which may serve the default pool when memory is short."""
     refused, held = 0, []
     for index in range(steps // 60):
         refused += churn(torch, rng, 30, streams=2)
@@ -220,7 +220,7 @@ def pools(torch, rng, steps):
 
 
 def threads(torch, rng, steps):
-    """Several threads on streams of their own."""
+    """Runs several threads, each on its own stream."""
     import threading
 
     rngs = [random.Random(rng.random()) for _ in range(3)]

@@ -2,14 +2,12 @@
 
     python3 check.py CUSHION CACHE [MEMORYVIZ_JS]
 
-CUSHION is the command, CACHE a folder for what is downloaded. `torch/cuda/_memory_viz.py` is taken from
-an installed torch, or from the wheel that pip downloads (only that one file is used, and torch is not
-installed). Its reports on converted snapshots have to be those on the originals. Where neither can be
-had the check is skipped, and says so.
+CUSHION is the command, CACHE a folder for downloads. `torch/cuda/_memory_viz.py` comes from an installed torch, or from
+a wheel that pip downloads (only this file is used, and torch is not installed). Its reports on converted snapshots have
+to be equal to those on the originals. If neither is available the check is skipped with a message.
 
-MEMORYVIZ_JS is the viewer's code, which is in no wheel: `torch/utils/viz/MemoryViz.js` of PyTorch's
-sources, with the files beside it. With it and node, the viewer itself is run too.
-"""
+MEMORYVIZ_JS is the viewer's code, which wheels do not contain: `torch/utils/viz/MemoryViz.js` of PyTorch's sources,
+with the other files of its folder. With it and node, the viewer itself is run too."""
 
 import base64
 import contextlib
@@ -28,7 +26,7 @@ import tempfile
 import zipfile
 
 VERSION = "2.11.0"
-# The smallest wheel, whatever machine this is: the file is the same in all of them.
+# The smallest wheel, independent of this machine: the file is the same in all wheels.
 WHEEL = ["--platform", "macosx_11_0_arm64", "--python-version", "3.11", "--only-binary=:all:"]
 SHA256 = "7b6a60d48062809f58595509c524b88e6ddec3ebe25833d6462eeab81e5f2ce4"
 MODULE = "torch/cuda/_memory_viz.py"
@@ -39,11 +37,11 @@ TRACES = os.path.join(HERE, "..", "traces")
 
 
 class Skip(Exception):
-    """Why something could not be checked."""
+    """Raised if something cannot be checked; the message says why."""
 
 
 def module_of_torch(cache):
-    """The path of PyTorch's `_memory_viz.py`, and where it is from."""
+    """Returns the path of PyTorch's `_memory_viz.py`, and its source."""
     try:
         spec = importlib.util.find_spec("torch")
     except (ImportError, ValueError):
@@ -75,7 +73,7 @@ def download(path):
         [wheel] = glob.glob(os.path.join(folder, "*.whl"))
         os.makedirs(os.path.dirname(path), exist_ok=True)
         with zipfile.ZipFile(wheel) as archive, archive.open(MODULE) as source:
-            # Whole or not at all: a check that was stopped leaves no half of it.
+            # Written under another name first: a check may be stopped at any time.
             with open(path + ".part", "wb") as target:
                 shutil.copyfileobj(source, target)
         os.replace(path + ".part", path)
@@ -97,12 +95,12 @@ def convert(cushion, source, target):
 
 
 def reports(viz, path):
-    """What PyTorch's tools say about a snapshot."""
+    """Returns the reports of PyTorch's tools on a snapshot."""
 
     def fresh():
         with open(path, "rb") as file:
             data = pickle.load(file)
-        # Some traces shipped have none of these. PyTorch writes an empty stack, Cushion leaves it out.
+        # Some shipped traces have no stacks. PyTorch writes an empty stack there, Cushion writes none.
         for event in (event for events in data["device_traces"] for event in events):
             event.setdefault("compile_context", "N/A")
             event.setdefault("user_metadata", "")
@@ -110,7 +108,7 @@ def reports(viz, path):
         return data
 
     def plain(lines):
-        return lines  # in place of a drawing, which needs a program from elsewhere
+        return lines  # instead of a plot, which needs another program
 
     data = fresh()
     events = sum(map(len, data["device_traces"]))
@@ -119,7 +117,7 @@ def reports(viz, path):
         "segments": viz.segments(data, format_flamegraph=plain),
         "memory": viz.memory(data, format_flamegraph=plain),
     }
-    # It looks for each address in all segments.
+    # This report searches all segments for each address.
     if events * len(data["segments"]) < 20_000_000:
         said["trace"] = viz.trace(data)
     for name, page in [
@@ -136,7 +134,7 @@ def reports(viz, path):
 
 
 def page_data(page):
-    """The snapshot inside a page."""
+    """Returns the snapshot inside a page."""
     files = json.loads(re.search(r"const local_files = (\[.*\])", page).group(1))
     return pickle.loads(base64.b64decode(files[0]["base64"]))
 
@@ -156,7 +154,7 @@ def check(viz, cushion, script):
                 for kind, said in expected.items():
                     if found[kind] != said:
                         sys.exit(f"viz: {name}: `{kind}` says something else of the converted snapshot")
-            # The viewer goes back from the end for every event it shows.
+            # The viewer walks back from the end for every event, so large traces take too long.
             if script is not None and os.path.getsize(original) < 4_000_000:
                 convert(cushion, trace, text)
                 run = ["node", os.path.join(HERE, "viewer.mjs"), script, original, pickled, text]

@@ -2,8 +2,8 @@
 
     python3 same.py ORIGINAL CONVERTED
 
-Every key of the original has to be in the other with the same value, but for those that Cushion does
-not keep. Fails with the first difference.
+Every key of the original has to be in the other with the same value, except for those that Cushion does not keep. Fails
+at the first difference.
 """
 
 import gzip
@@ -11,7 +11,7 @@ import json
 import pickle
 import sys
 
-# What Cushion does not keep, or writes itself.
+# Keys that Cushion does not keep, or writes itself.
 NOT_KEPT = {
     "external_annotations",
     "host_segments",
@@ -25,7 +25,7 @@ NOT_KEPT = {
     "fx_node_target",
     "fx_original_trace",
 }
-# What PyTorch 2.11 writes, whether or not the original has it.
+# Keys that PyTorch 2.11 writes, also if the original lacks them.
 ADDED = {"compile_context": "N/A", "user_metadata": "", "external_annotations": []}
 
 
@@ -34,7 +34,7 @@ def load(path):
         data = file.read()
     if data[:2] == b"\x1f\x8b":
         data = gzip.decompress(data)
-    # A snapshot needs no class: one that names a class is not one of ours.
+    # These snapshots contain no classes.
     return json.loads(data) if data[:1] == b"{" else pickle.loads(data)
 
 

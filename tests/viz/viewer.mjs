@@ -3,13 +3,13 @@
 //     node viewer.mjs MemoryViz.js ORIGINAL.pickle FILE...
 //
 // Each FILE (pickle or JSON) has to load, to be plotted, and to show the state of the allocator at its
-// events, with the same figures as the original. Fails with the first that does not.
+// events, with the same figures as the original. Fails at the first file that does not.
 
 import {existsSync, readFileSync} from 'node:fs';
 import {dirname, join} from 'node:path';
 
-// Stands for d3, the page and whatever else the viewer draws with: anything can be called, anything
-// has every property, and nothing happens.
+// Replaces d3, the page and everything else that the viewer draws with: every property exists, can be
+// called, and does nothing.
 const nothing = new Proxy(function () {}, {
   get: (_, key) => (key === Symbol.toPrimitive ? () => 0 : key === Symbol.iterator ? undefined : nothing),
   apply: () => nothing,
@@ -17,8 +17,8 @@ const nothing = new Proxy(function () {}, {
   set: () => true,
 });
 
-/// The viewer's functions. Its modules are run as one script, in which what it imports from elsewhere
-/// is `nothing`.
+/// Returns the viewer's functions. Its modules run as one script, in which imports from other packages
+/// are `nothing`.
 function load(path) {
   const importing = /^import\s+(?:\*\s+as\s+(\w+)|\{([^}]*)\})\s+from\s+["']([^"']+)["'];?/gms;
   const source = (file) =>
@@ -50,7 +50,7 @@ function read(viewer, path) {
   return snapshot;
 }
 
-/// What the views show, in figures.
+/// Returns the figures that the views show.
 function figures(viewer, path) {
   const snapshot = read(viewer, path);
   return snapshot.device_traces.map((events, device) => {
@@ -59,7 +59,7 @@ function figures(viewer, path) {
       return [plot.max_size, plot.elements_length, plot.max_at_time.length];
     });
     const view = viewer.MemoryView(nothing, {register() {}}, snapshot, device);
-    // At every event of a short trace; of a long one, at some, the first among them.
+    // At every event of a short trace; at some events of a long one, including the first.
     const step = Math.max(1, Math.floor(events.length ** 2 / 20_000_000));
     const states = [];
     for (let index = 0; index < events.length; index += step) {

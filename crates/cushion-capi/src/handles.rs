@@ -1,5 +1,6 @@
-//! The devices that C holds. A `cushion_device*` is a number, never followed: one that was destroyed, or never
-//! was a device, is found out instead of crashing, and a device stays while a call on another thread uses it.
+//! The devices that C holds. A `cushion_device*` is a number that is looked up and never
+//! dereferenced: an unknown or destroyed handle is an error, not a crash. A device stays alive
+//! while a call on another thread uses it.
 
 use std::ffi::c_void;
 use std::sync::{PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
@@ -8,30 +9,31 @@ use cushion::Device;
 
 use crate::status::{Failure, Status};
 
-/// The most devices at once.
+/// The largest number of open devices.
 const PLACES: usize = 1024;
 
 static TABLE: [Place; PLACES] =
     [const { Place(RwLock::new(Entry { turn: 1, held: None })) }; PLACES];
 
-/// One place of the table; apart from its neighbours, so that devices do not slow each other.
+/// One slot of the table, on its own cache line, so that calls on different devices do not slow
+/// each other.
 #[repr(align(64))]
 struct Place(RwLock<Entry>);
 
 struct Entry {
-    /// Which device this place is at: the next one to stand here has another handle.
+    /// Counts the devices that had this slot, so that an old handle does not match a new device.
     turn: usize,
     held: Option<Held>,
 }
 
-/// A device, as C holds it.
+/// A device behind a handle.
 pub(crate) struct Held {
     pub(crate) device: Device,
-    /// Whether its cache belongs to the handle alone.
+    /// Whether the cache belongs to this handle alone.
     pub(crate) own: bool,
 }
 
-/// `cushion_device*`: place and turn.
+/// `cushion_device*`: slot and turn in one number.
 #[repr(transparent)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Handle(*mut c_void);
@@ -43,10 +45,10 @@ impl Handle {
         self.0.is_null()
     }
 
-    /// A handle for a device.
+    /// Makes a handle for a device.
     pub(crate) fn open(held: Held) -> Result<Self, Failure> {
         for (index, place) in TABLE.iter().enumerate() {
-            // A place that somebody looks at has a device, or soon will be free again.
+            // A locked slot holds a device or is being closed: skip it.
             let Ok(mut entry) = place.0.try_write() else { continue };
             if entry.held.is_none() {
                 entry.held = Some(held);
@@ -54,7 +56,7 @@ impl Handle {
                 return Ok(Self(std::ptr::without_provenance_mut(number)));
             }
         }
-        let text = format!("{PLACES} devices are in use: destroy one before the next is made");
+        let text = format!("{PLACES} devices are in use: destroy one before making another");
         Err(Failure::new(Status::InvalidArgument, text))
     }
 
@@ -72,7 +74,7 @@ impl Handle {
         }
     }
 
-    /// Takes the device from C, once the calls under way on it are done.
+    /// Removes the device from the table, after the calls in progress on it.
     pub(crate) fn close(self) -> Result<Held, Failure> {
         let (place, turn) = self.place()?;
         let mut entry: RwLockWriteGuard<'_, Entry> =
@@ -104,7 +106,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_handle_is_good_until_it_is_closed() {
+    fn a_handle_is_valid_until_it_is_closed() {
         let held = || Held { device: Device::simulated(1 << 30), own: true };
         let first = Handle::open(held()).unwrap();
         assert!(first.with(|device| Ok(device.is_simulated())).unwrap());

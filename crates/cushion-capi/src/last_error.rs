@@ -1,9 +1,10 @@
-//! The words of each thread's last failure, and the way every call takes to its status.
+//! Each thread's last error message, and the wrapper that turns every call's result into a status.
 
-use std::any::Any;
 use std::cell::RefCell;
 use std::ffi::{CStr, CString, c_char};
 use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use cushion::panic_text;
 
 use crate::status::{Failure, Status};
 
@@ -11,7 +12,8 @@ thread_local! {
     static LAST: RefCell<Option<CString>> = const { RefCell::new(None) };
 }
 
-/// Runs a call. A failure is noted for this thread; a panic is one too, and goes no further.
+/// Runs a call and returns its status. A failure's message is stored for this thread. A panic is
+/// caught and becomes a failure.
 pub(crate) fn status_of(call: impl FnOnce() -> Result<(), Failure>) -> Status {
     let result = catch_unwind(AssertUnwindSafe(call)).unwrap_or_else(|panic| {
         let what = panic_text(&*panic);
@@ -33,19 +35,15 @@ fn note(text: String) {
         bytes.retain(|&byte| byte != 0);
         CString::new(bytes).unwrap_or_default()
     });
-    // While the thread ends there is no place for it any more, and nobody to read it.
+    // An exiting thread has no thread-local storage left, and cannot read the message either.
     let _ = LAST.try_with(|last| last.replace(Some(text)));
 }
 
-/// The words of this thread's last failure, until its next one; empty if there was none.
+/// Returns the message of this thread's last failure, valid until the next one; empty if no call
+/// failed.
 pub(crate) fn last() -> *const c_char {
     let of = |last: &RefCell<Option<CString>>| last.borrow().as_ref().map(|text| text.as_ptr());
     LAST.try_with(of).ok().flatten().unwrap_or_else(|| CStr::as_ptr(c""))
-}
-
-fn panic_text(panic: &(dyn Any + Send)) -> &str {
-    let text = panic.downcast_ref::<String>().map(String::as_str);
-    text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("a panic without words")
 }
 
 #[cfg(test)]
@@ -53,7 +51,7 @@ mod tests {
     use super::*;
 
     fn words() -> String {
-        // SAFETY: the words of this thread's last failure end in a zero byte and stay until the next.
+        // SAFETY: the message ends in a zero byte and stays until the next failure.
         unsafe { CStr::from_ptr(last()) }.to_str().unwrap().to_owned()
     }
 
@@ -67,7 +65,7 @@ mod tests {
     }
 
     #[test]
-    fn words_with_a_zero_byte_are_kept() {
+    fn messages_with_a_zero_byte_are_kept() {
         let failure = Failure::new(Status::InvalidOption, "be\0fore");
         assert_eq!(status_of(|| Err(failure)), Status::InvalidOption);
         assert_eq!(words(), "before");

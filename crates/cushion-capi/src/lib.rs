@@ -1,7 +1,8 @@
-//! Cushion for C and C++: the functions of `include/cushion.h`, which says what each does.
+//! Cushion for C and C++: the functions of `include/cushion.h`, which documents them.
 //!
-//! Nothing is decided here. Each function checks its arguments, finds the device of its handle (`handles.rs`), calls
-//! the crate `cushion`, and turns the outcome into a status and words (`status.rs`, `last_error.rs`).
+//! Each function checks its arguments, looks up the device of its handle (`handles.rs`), calls the
+//! crate `cushion`, and turns the result into a status and a message (`status.rs`,
+//! `last_error.rs`).
 
 mod handles;
 mod last_error;
@@ -27,19 +28,20 @@ use status::Failure;
 const VERSION: &CStr =
     match CStr::from_bytes_with_nul(concat!(env!("CARGO_PKG_VERSION"), "\0").as_bytes()) {
         Ok(version) => version,
-        Err(_) => panic!("a version without zero bytes"),
+        Err(_) => panic!("the version contains a zero byte"),
     };
 
-/// Declares functions of the header, each with the same words on pointers.
+/// Declares functions of the header, all with the same safety section.
 macro_rules! functions {
     ($($(#[doc = $doc:literal])* fn $name:ident($($argument:ident: $type:ty),*) $body:block)*) => {$(
         $(#[doc = $doc])*
         ///
         /// # Safety
         ///
-        /// As the header says: every pointer to a result is null, or points to a place for it; every text is null,
-        /// or ends in a zero byte; both stay so, and nobody else writes there, for the time of the call.
-        /// A stream is one of CUDA's, on a GPU. A device and memory of a device may be anything: they are looked up.
+        /// As the header says: every result pointer is null or points to writable memory for its
+        /// result; every text is null or ends in a zero byte; both stay valid, and nobody else
+        /// writes there, during the call. On a GPU, a stream is a CUDA stream. A device handle and
+        /// a memory address may have any value: they are looked up.
         #[unsafe(no_mangle)]
         pub unsafe extern "C" fn $name($($argument: $type),*) -> Status {
             status_of(|| $body)
@@ -50,7 +52,7 @@ macro_rules! functions {
 functions! {
     // ---- memory ----
 
-    /// Memory for `bytes` bytes.
+    /// Allocates `bytes` bytes.
     fn cushion_alloc(device: Handle, bytes: usize, stream: *mut c_void, out: Out<*mut c_void>) {
         let out = out.begin("out", std::ptr::null_mut())?;
         let found = device.with(|device| {
@@ -61,12 +63,12 @@ functions! {
         Ok(())
     }
 
-    /// Gives memory back.
+    /// Frees memory.
     fn cushion_free(device: Handle, pointer: *mut c_void) {
         device.with(|device| Ok(device.engine().free(address(pointer))?))
     }
 
-    /// Notes that work on a stream uses the memory.
+    /// Records that work on a stream uses the memory.
     fn cushion_record_stream(device: Handle, pointer: *mut c_void, stream: *mut c_void) {
         device.with(|device| match address(pointer) {
             0 => Ok(()),
@@ -77,7 +79,7 @@ functions! {
         })
     }
 
-    /// The size of the block behind an allocation.
+    /// Returns the size of the block behind an allocation.
     fn cushion_size_of(device: Handle, pointer: *mut c_void, out: Out<usize>) {
         let out = out.begin("out", 0)?;
         out.give(device.with(|device| match address(pointer) {
@@ -89,19 +91,19 @@ functions! {
         Ok(())
     }
 
-    /// Gives everything cached back to the device.
+    /// Releases all cached memory to the device.
     fn cushion_empty_cache(device: Handle) {
         device.with(|device| Ok(device.empty_cache()?))
     }
 
-    /// Refuses to hold more than a share of the device's memory.
+    /// Limits the reserved memory to a fraction of the device's memory.
     fn cushion_set_memory_fraction(device: Handle, fraction: f64) {
         device.with(|device| Ok(device.set_memory_fraction(fraction)?))
     }
 
     // ---- figures ----
 
-    /// What the device has free, and in all.
+    /// Returns the device's free and total memory.
     fn cushion_memory_info(device: Handle, free_bytes: Out<usize>, total_bytes: Out<usize>) {
         let free_bytes = free_bytes.begin("free_bytes", 0)?;
         let total_bytes = total_bytes.begin("total_bytes", 0)?;
@@ -111,7 +113,7 @@ functions! {
         Ok(())
     }
 
-    /// All figures.
+    /// Returns all statistics.
     fn cushion_stats(device: Handle, out: Out<Statistics>) {
         let asked = out.asked()?;
         let stats = device.with(|device| Ok(device.stats()))?;
@@ -119,7 +121,7 @@ functions! {
         Ok(())
     }
 
-    /// Peaks start again from now.
+    /// Sets all peaks to the current values.
     fn cushion_reset_peak_stats(device: Handle) {
         device.with(|device| {
             device.reset_peak_stats();
@@ -129,12 +131,12 @@ functions! {
 
     // ---- devices ----
 
-    /// A GPU.
+    /// Opens a GPU.
     fn cushion_device_cuda(index: c_int, conf: Text, out: Out<Handle>) {
         let out = out.begin("out", Handle::NULL)?;
         let conf = conf.get("conf")?;
         let Ok(index) = u32::try_from(index) else {
-            let text = format!("no device {index}: they are numbered from 0");
+            let text = format!("no device {index}: devices are numbered from 0");
             return Err(Failure::new(Status::NoDevice, text));
         };
         let held = match conf {
@@ -145,7 +147,7 @@ functions! {
         Ok(())
     }
 
-    /// A simulated device.
+    /// Makes a simulated device.
     fn cushion_device_simulated(capacity: usize, conf: Text, out: Out<Handle>) {
         let out = out.begin("out", Handle::NULL)?;
         let conf = conf.get("conf")?.unwrap_or_default();
@@ -154,19 +156,19 @@ functions! {
         Ok(())
     }
 
-    /// Gives a device up.
+    /// Destroys a device handle.
     fn cushion_device_destroy(device: Handle) {
         if device.is_null() {
             return Ok(());
         }
         let held = device.close()?;
-        if held.own { give_back_all(&held.device) } else { Ok(()) }
+        if held.own { free_all(&held.device) } else { Ok(()) }
     }
 }
 
-/// Gives everything back that a device of one's own holds, what is live too: nobody could free it any more. The
-/// engine goes with the device, whatever comes of this.
-fn give_back_all(device: &Device) -> Result<(), Failure> {
+/// Frees all memory of a device with its own cache, live memory included, because no caller could
+/// free it any more. The engine is dropped with the device even if this fails.
+fn free_all(device: &Device) -> Result<(), Failure> {
     let engine = device.engine();
     let segments = engine.snapshot().segments;
     let blocks = segments.iter().flat_map(|segment| &segment.blocks);
@@ -181,26 +183,25 @@ fn give_back_all(device: &Device) -> Result<(), Failure> {
         return Ok(());
     }
     let (count, bytes) = (live.len(), live.iter().map(|block| block.requested).sum::<u64>());
-    let text = format!(
-        "the device is destroyed, and with it what was live: {count} allocations, {bytes} bytes"
-    );
+    let text =
+        format!("the device is destroyed with live memory: {count} allocations, {bytes} bytes");
     Err(Failure::new(Status::StillLive, text))
 }
 
-/// The words of this thread's last failure.
+/// Returns the message of this thread's last failure.
 #[unsafe(no_mangle)]
 pub extern "C" fn cushion_last_error() -> *const c_char {
     last_error::last()
 }
 
-/// A status by its name in the header.
+/// Returns a status's name in the header.
 #[unsafe(no_mangle)]
 pub extern "C" fn cushion_status_name(status: c_int) -> *const c_char {
     let known = usize::try_from(status).ok().and_then(|status| Status::ALL.get(status));
     known.map_or(c"unknown status", |status| status.name()).as_ptr()
 }
 
-/// The version of this library.
+/// Returns the version of this library.
 #[unsafe(no_mangle)]
 pub extern "C" fn cushion_version() -> *const c_char {
     VERSION.as_ptr()

@@ -1,4 +1,5 @@
-//! What C passes by pointer: where results go, texts, and addresses of the device's that nobody here follows.
+//! Arguments that C passes by pointer: result pointers, texts, and device addresses, which are
+//! never dereferenced here.
 
 use std::ffi::{CStr, c_char, c_void};
 use std::ptr::NonNull;
@@ -7,14 +8,14 @@ use cushion::StreamId;
 
 use crate::status::{Failure, Status};
 
-/// Where a result goes. Only a C caller makes one, as an argument of a function whose `# Safety` section says
-/// what it must be.
+/// A result pointer. Only a C caller makes one, as an argument of a function whose `# Safety`
+/// section states the conditions.
 #[repr(transparent)]
 #[derive(Debug)]
 pub struct Out<T>(*mut T);
 
 impl<T> Out<T> {
-    /// The place, which holds `value` if the call fails later.
+    /// Checks the pointer and stores `value`, which stays there if the call fails later.
     pub(crate) fn begin(&self, argument: &str, value: T) -> Result<Place<T>, Failure> {
         let place = Place(self.place(argument)?);
         place.give(value);
@@ -26,30 +27,31 @@ impl<T> Out<T> {
     }
 }
 
-/// Where a result goes, and not null.
+/// A result pointer that is not null.
 pub(crate) struct Place<T>(NonNull<T>);
 
 impl<T> Place<T> {
     pub(crate) fn give(&self, value: T) {
-        // SAFETY: not null, so the caller has made it point to a place for a `T`, for the time of the call; it is made
-        // during a call and lives no longer. Results leave through C's pointers only.
+        // SAFETY: the pointer is not null, so the caller guarantees that it points to writable
+        // memory for a `T` during the call. A `Place` is made during a call and does not outlive
+        // it.
         unsafe { self.0.write(value) };
     }
 }
 
-/// A text of C's, or null; likewise.
+/// A text from C, or null. The same conditions apply.
 #[repr(transparent)]
 #[derive(Debug)]
 pub struct Text(*const c_char);
 
 impl Text {
-    /// The text, if there is one.
+    /// Returns the text, or `None` if the pointer is null.
     pub(crate) fn get(&self, argument: &str) -> Result<Option<String>, Failure> {
         if self.0.is_null() {
             return Ok(None);
         }
-        // SAFETY: not null, so the caller has made it point to a text that ends in a zero byte. It is copied
-        // before the function ends.
+        // SAFETY: the pointer is not null, so the caller guarantees that it points to a text that
+        // ends in a zero byte. The text is copied before this function returns.
         let text = unsafe { CStr::from_ptr(self.0) };
         let text = text.to_str().map_err(|_| {
             let what = format!("the argument `{argument}` is not UTF-8: {text:?}");
@@ -59,7 +61,7 @@ impl Text {
     }
 }
 
-/// A stream, or memory of the device: a number here.
+/// Returns a stream handle or a device address as a number.
 pub(crate) fn address(pointer: *mut c_void) -> u64 {
     pointer.expose_provenance() as u64
 }
@@ -72,7 +74,7 @@ pub(crate) fn pointer(address: u64) -> *mut c_void {
     std::ptr::with_exposed_provenance_mut(size(address))
 }
 
-/// Bytes, as C counts them.
+/// Returns a number of bytes as `size_t`.
 pub(crate) fn size(bytes: u64) -> usize {
     usize::try_from(bytes).unwrap_or(usize::MAX)
 }

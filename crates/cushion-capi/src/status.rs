@@ -1,35 +1,36 @@
-//! What a call came to: a status, and for a failure the words that `cushion_last_error` gives.
+//! The status of a call, and the message of a failure.
 
 use cushion::core::options::{OptionsError, SettingsError};
 use cushion::core::{AddressError, AllocError, DriverError, FractionError};
 use cushion::{CudaError, DeviceError, Error};
 
-/// `cushion_status`. The values are part of the library's promise: none is ever given another meaning.
+/// `cushion_status`. The values are part of the ABI and never change their meaning. The header
+/// declares the same nine values for C, where no generator could explain them to the reader.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Status {
-    /// Done.
+    /// The call succeeded.
     Ok = 0,
-    /// An argument is no good.
+    /// An argument is not valid.
     InvalidArgument = 1,
-    /// There is no memory for it.
+    /// Not enough memory.
     OutOfMemory = 2,
-    /// No live allocation starts there.
+    /// No live allocation starts at the address.
     UnknownAddress = 3,
-    /// A conf string, or a variable of the environment, is no good.
+    /// A conf string or an environment variable is not valid.
     InvalidOption = 4,
-    /// There is no such device here.
+    /// The device does not exist, or CUDA is not installed.
     NoDevice = 5,
     /// A call to the driver failed.
     DriverError = 6,
-    /// A device is destroyed, and what was live on it went with it.
+    /// A device with live memory was destroyed; the memory is freed.
     StillLive = 7,
     /// A bug in Cushion.
     Internal = 8,
 }
 
 impl Status {
-    /// Every status, each at the place of its value.
+    /// Every status, at the index of its value.
     pub(crate) const ALL: [Self; 9] = [
         Self::Ok,
         Self::InvalidArgument,
@@ -42,7 +43,7 @@ impl Status {
         Self::Internal,
     ];
 
-    /// Its name in the header.
+    /// Returns the status's name in the header.
     pub(crate) fn name(self) -> &'static std::ffi::CStr {
         match self {
             Self::Ok => c"CUSHION_OK",
@@ -75,7 +76,7 @@ impl Failure {
     }
 }
 
-/// Says which status each error is; the words are the error's own.
+/// Declares the status of each error type. The message is the error's own text.
 macro_rules! statuses {
     ($($error:ty: |$value:pat_param| $status:expr;)*) => {$(
         impl From<$error> for Failure {

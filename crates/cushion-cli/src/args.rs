@@ -1,8 +1,9 @@
-//! The arguments of every command, and nothing else.
+//! The arguments of every command.
 
 use std::ffi::OsString;
 use std::path::PathBuf;
 
+use clap::builder::RangedI64ValueParser;
 use clap::{Args, Parser, Subcommand, ValueEnum, value_parser};
 use cushion_core::size::MIB;
 use cushion_core::{Ladder, Options, Policy, parse_bytes};
@@ -17,41 +18,42 @@ pub(crate) struct Cli {
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
-    /// Replay recorded traces on a simulated GPU: what they need, and whether they fit.
+    /// Replay recorded traces on a simulated GPU: the memory they need, and whether they fit.
     ///
-    /// A trace is what `torch.cuda.memory._dump_snapshot()` writes (a pickle), the same as JSON, a log of
-    /// RMM, or Cushion's own; plain, gzip or zstd. The exit code is 0 if everything fits, 1 if memory
-    /// ran out (in a replay, or without --capacity when it was recorded), 2 for bad input, 3 if --verify
-    /// found a difference or nothing to compare; the highest over all traces.
+    /// A trace is the file of `torch.cuda.memory._dump_snapshot()` (a pickle), the same as JSON, a
+    /// log of RMM, or a .cushion file; plain, gzip or zstd. The exit code is 0 if everything fits,
+    /// 1 if memory ran out (in a replay, or without --capacity when it was recorded), 2 for bad
+    /// input, 3 if --verify found a difference or nothing to compare; the highest over all traces.
     Replay(Box<ReplayArgs>),
-    /// Write a trace in another format: to keep it in a tenth of the bytes, or to look at it in
+    /// Write a trace in another format: to store it in a tenth of the bytes, or to open it in
     /// PyTorch's viewer.
     ///
-    /// What replay does not look at is not kept: metadata, annotations, compile contexts and host
-    /// memory. A `.cushion` file has all the rest. A pickle or JSON is made so that every view of
-    /// PyTorch's viewer works: events that the viewer could not go back beyond are left out, and
-    /// counted. The output must not be the input. The exit code is 0, or 2 if the input or the output is
-    /// no good; then there is no output.
+    /// The output keeps only what a replay uses: no metadata, annotations, compile contexts or host
+    /// memory. A `.cushion` file keeps all the rest. A pickle or JSON is written so that every view
+    /// of PyTorch's viewer works: events that the viewer cannot step back over are left out, and
+    /// counted. The output must not be the input. The exit code is 0, or 2 if the input cannot be
+    /// read or the output not written; then no output is left.
     Convert(ConvertArgs),
-    /// Write a page about a trace, for a person: one file, no network.
+    /// Write an HTML page about a trace: one file, no network.
     ///
-    /// What is live and reserved over time under each policy, the address map at the peak, the largest
-    /// allocations and where they came from, lifetimes, and what would have fitted. The exit code is 0
+    /// It shows live and reserved memory over time under each policy, the address map at the peak,
+    /// the largest allocations and their origin, lifetimes, and which cards fit. The exit code is 0
     /// if the report was written, whatever it says, and 2 if not.
     Report(ReportArgs),
     /// Run a program with Cushion as the allocator of its PyTorch, with no change to it.
     ///
-    /// The program is a Python file, -m and a module, or a command such as torchrun; Python processes that it
-    /// starts use Cushion too. Needs the Python package `cushion`, whose help says more: cushion run --help.
+    /// The program is a Python file, -m and a module, or a command such as torchrun; Python
+    /// processes that it starts use Cushion too. Needs the Python package `cushion`; cushion run
+    /// --help shows its options.
     #[command(disable_help_flag = true)]
     Run(RunArgs),
-    /// Run many tasks that together want far more than a simulated GPU has: what is lost, and what the
-    /// ladder saves.
+    /// Run many tasks that together need far more memory than a simulated GPU has: which tasks are
+    /// lost, and which the ladder saves.
     ///
-    /// Each seed is a storm of its own: tasks that allocate, hold, compute and free by chance, each up to a
-    /// maximum of its own. The same seed gives the same run. The exit code is 0 if nothing hung, no
-    /// invariant broke, and with the ladder every task finished that can be run alone; 1 if not; 2 for bad
-    /// usage.
+    /// Each seed is one storm: tasks that allocate, hold, compute and free at random, each up to
+    /// its own maximum. The same seed gives the same run. The exit code is 0 if nothing hung, no
+    /// invariant broke, and with the ladder every task finished that can run alone; 1 if not; 2 for
+    /// bad usage.
     Storm(StormArgs),
     /// Print the reference of all options, as in docs/options.md.
     Options,
@@ -64,16 +66,16 @@ pub(crate) struct ReplayArgs {
     #[arg(required = true, value_name = "TRACE")]
     pub(crate) traces: Vec<PathBuf>,
 
-    /// How memory is laid out and got.
+    /// How memory is laid out and obtained.
     #[arg(long, value_enum, default_value_t = PolicyArg::All)]
     pub(crate) policy: PolicyArg,
 
-    /// What is tried before a request is refused: what PyTorch does, or Cushion's own steps.
+    /// The steps tried before a request is refused: PyTorch's, or Cushion's own.
     #[arg(long, value_enum, default_value_t = LadderArg::Torch)]
     pub(crate) ladder: LadderArg,
 
-    /// The most the allocator may hold, as PyTorch's memory fraction would limit it: 24GiB, 512MiB,
-    /// or a number of bytes. A number without a unit must be 1 MiB or more. Without it there is no limit.
+    /// The limit of reserved memory, like PyTorch's memory fraction: 24GiB, 512MiB, or a number of
+    /// bytes. A number without a unit must be 1 MiB or more. The default is no limit.
     #[arg(long, value_name = "BYTES", value_parser = parse_size)]
     pub(crate) capacity: Option<u64>,
 
@@ -81,9 +83,9 @@ pub(crate) struct ReplayArgs {
     #[arg(long)]
     pub(crate) min_capacity: bool,
 
-    /// Compare each address with the one PyTorch chose. Needs the ladder `torch`, and compares under
-    /// the policy the trace was recorded with. If that is not among the policies, nothing is compared,
-    /// and the exit code is 3.
+    /// Compare each address with PyTorch's. Needs the ladder `torch`, and compares under the policy
+    /// the trace was recorded with. If that policy is not replayed, nothing is compared, and the
+    /// exit code is 3.
     #[arg(long)]
     pub(crate) verify: bool,
 
@@ -91,26 +93,26 @@ pub(crate) struct ReplayArgs {
     #[arg(long, value_name = "STRING", value_parser = parse_conf)]
     pub(crate) conf: Option<Conf>,
 
-    /// Host memory that may serve what the device has no room for, as 8GiB, 512MiB, or a number of bytes.
-    /// A number without a unit must be 1 MiB or more. Needs the ladder `graceful`.
+    /// Host memory that may serve requests when the device is full, as 8GiB, 512MiB, or a number of
+    /// bytes. A number without a unit must be 1 MiB or more. Needs the ladder `graceful`.
     #[arg(long, value_name = "BYTES", value_parser = parse_size)]
     pub(crate) spill: Option<u64>,
 
-    /// Which device of the trace; without it, the one with the most events.
+    /// The device of the trace; the default is the one with the most events.
     #[arg(long, value_name = "N")]
     pub(crate) device: Option<usize>,
 
-    /// Write the receipts of shortages, the last 10,000 of each run, to this file, one JSON object per line.
-    /// It must not be one of the traces.
+    /// Write the receipts of shortages, the last 10,000 of each run, to this file, one JSON object
+    /// per line. It must not be one of the traces.
     #[arg(long, value_name = "FILE")]
     pub(crate) receipts: Option<PathBuf>,
 
-    /// One JSON object per line, trace and policy.
+    /// Print one JSON object per line, for each trace and policy.
     #[arg(long)]
     pub(crate) json: bool,
 }
 
-/// The arguments of `cushion run`, which are the Python package's to read.
+/// The arguments of `cushion run`, which the Python package parses.
 #[derive(Debug, Args)]
 pub(crate) struct RunArgs {
     /// Options, the program and its arguments.
@@ -121,51 +123,51 @@ pub(crate) struct RunArgs {
 /// The arguments of `cushion convert`.
 #[derive(Debug, Args)]
 pub(crate) struct ConvertArgs {
-    /// The trace to read, of any kind that `cushion replay` reads; `-` for standard input.
+    /// The trace to read, in any format that `cushion replay` reads; `-` for standard input.
     pub(crate) input: PathBuf,
 
-    /// The file to write, `-` for standard output. Its name says what it is: .cushion, .pickle, .pkl
-    /// or .json, and .gz behind that for gzip.
+    /// The file to write, `-` for standard output. Its name selects the format: .cushion, .pickle,
+    /// .pkl or .json, with .gz appended for gzip.
     pub(crate) output: PathBuf,
 
-    /// What to write, in place of what the name of the output says.
+    /// The format to write, whatever the name of the output.
     #[arg(long, value_enum, value_name = "FORMAT")]
     pub(crate) to: Option<FormatArg>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum FormatArg {
-    /// Cushion's own trace.
+    /// Cushion's own format.
     Cushion,
-    /// What PyTorch writes.
+    /// PyTorch's format.
     Pickle,
-    /// The same as JSON.
+    /// PyTorch's format as JSON.
     Json,
 }
 
 /// The arguments of `cushion report`.
 #[derive(Debug, Args)]
 pub(crate) struct ReportArgs {
-    /// The trace, of any kind that `cushion replay` reads; `-` is standard input.
+    /// The trace, in any format that `cushion replay` reads; `-` is standard input.
     #[arg(value_name = "TRACE")]
     pub(crate) trace: PathBuf,
 
-    /// Where the page goes, or - for standard output; never over the trace or the receipts. Without it, the
-    /// trace's name with .html, in the current folder.
+    /// The page to write, or - for standard output; it must not be the trace or the receipts. The
+    /// default is the trace's name with .html, in the current folder.
     #[arg(short, long, value_name = "FILE")]
     pub(crate) output: Option<PathBuf>,
 
-    /// The card to judge against: the most the allocator may hold, as 24GiB, 512MiB, or a number of
-    /// bytes. A number without a unit must be 1 MiB or more. Without it there is no limit, and common cards
-    /// are named.
+    /// The memory limit to judge against, as 24GiB, 512MiB, or a number of bytes. A number without
+    /// a unit must be 1 MiB or more. By default there is no limit, and the report names common
+    /// cards.
     #[arg(long, value_name = "BYTES", value_parser = parse_size)]
     pub(crate) capacity: Option<u64>,
 
-    /// Which device of the trace; without it, the one with the most events.
+    /// The device of the trace; the default is the one with the most events.
     #[arg(long, value_name = "N")]
     pub(crate) device: Option<usize>,
 
-    /// What is tried before a request is refused: what PyTorch does, or Cushion's own steps.
+    /// The steps tried before a request is refused: PyTorch's, or Cushion's own.
     #[arg(long, value_enum, default_value_t = LadderArg::Torch)]
     pub(crate) ladder: LadderArg,
 
@@ -174,31 +176,36 @@ pub(crate) struct ReportArgs {
     pub(crate) receipts: Option<PathBuf>,
 }
 
-/// The arguments of `cushion storm`.
+/// The arguments of `cushion storm`. Each field is one option of the command.
 #[derive(Debug, Args)]
 pub(crate) struct StormArgs {
-    /// How many storms.
-    #[arg(long, value_name = "N", default_value_t = 100, value_parser = value_parser!(u64).range(1..))]
+    /// The number of storms.
+    #[arg(
+        long,
+        value_name = "N",
+        default_value_t = 100,
+        value_parser = value_parser!(u64).range(1..)
+    )]
     pub(crate) seeds: u64,
 
-    /// The seed of the first; the others follow it.
+    /// The first seed; the others follow it.
     #[arg(long, value_name = "K", default_value_t = 0)]
     pub(crate) first_seed: u64,
 
     /// Tasks of each storm.
-    #[arg(long, value_name = "N", default_value_t = 12, value_parser = value_parser!(u16).range(1..))]
+    #[arg(long, value_name = "N", default_value_t = 12, value_parser = positive())]
     pub(crate) tasks: u16,
 
-    /// How many of them run at the same time.
-    #[arg(long, value_name = "N", default_value_t = 4, value_parser = value_parser!(u16).range(1..))]
+    /// The number of tasks that run at the same time.
+    #[arg(long, value_name = "N", default_value_t = 4, value_parser = positive())]
     pub(crate) at_once: u16,
 
     /// Allocations of each task.
-    #[arg(long, value_name = "N", default_value_t = 50, value_parser = value_parser!(u16).range(1..))]
+    #[arg(long, value_name = "N", default_value_t = 50, value_parser = positive())]
     pub(crate) allocations: u16,
 
-    /// The largest task there may be, as 2GiB, 512MiB, or a number of bytes. A number without a unit must be
-    /// 1 MiB or more. Each task draws its own maximum, down to an eighth of this.
+    /// The largest task, as 2GiB, 512MiB, or a number of bytes. A number without a unit must be 1
+    /// MiB or more. Each task draws its own maximum, down to an eighth of this.
     #[arg(long, value_name = "BYTES", default_value = "2GiB", value_parser = parse_size)]
     pub(crate) task_max: u64,
 
@@ -206,28 +213,34 @@ pub(crate) struct StormArgs {
     #[arg(long, value_name = "F", default_value_t = 1.5)]
     pub(crate) device_ratio: f64,
 
-    /// Streams of the device. Each task has one of its own, as far as they go, and now and then uses another.
-    #[arg(long, value_name = "N", default_value_t = 4, value_parser = value_parser!(u16).range(1..))]
+    /// Streams of the device. Each task has its own stream while they last, and sometimes uses
+    /// another.
+    #[arg(long, value_name = "N", default_value_t = 4, value_parser = positive())]
     pub(crate) streams: u16,
 
-    /// How memory is laid out and got.
+    /// How memory is laid out and obtained.
     #[arg(long, value_enum, default_value_t = PolicyArg::All)]
     pub(crate) policy: PolicyArg,
 
-    /// What is tried before a request is refused: what PyTorch does, Cushion's own steps, or each in turn.
+    /// The steps tried before a request is refused: PyTorch's, Cushion's own, or each in turn.
     #[arg(long, value_enum, default_value_t = LaddersArg::Both)]
     pub(crate) ladder: LaddersArg,
 
-    /// Tasks are threads on real time, with all pauses made short, in place of virtual time. Such runs are
-    /// not exact by seed.
+    /// Run tasks as threads on real time, with short pauses, in place of virtual time. Such runs
+    /// are not reproducible by seed.
     #[arg(long)]
     pub(crate) real_threads: bool,
 
-    /// With --real-threads: if no task makes a step in so many seconds, the storm hangs.
-    #[arg(long, value_name = "SECONDS", default_value_t = 30, value_parser = value_parser!(u64).range(1..=86_400))]
+    /// With --real-threads: report a hang if no task makes a step in this many seconds.
+    #[arg(
+        long,
+        value_name = "SECONDS",
+        default_value_t = 30,
+        value_parser = value_parser!(u64).range(1..=86_400)
+    )]
     pub(crate) watchdog: u64,
 
-    /// One JSON object per line, seed, policy and ladder.
+    /// Print one JSON object per line, for each seed, policy and ladder.
     #[arg(long)]
     pub(crate) json: bool,
 }
@@ -235,7 +248,7 @@ pub(crate) struct StormArgs {
 /// One ladder, or both.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum LaddersArg {
-    /// What PyTorch does.
+    /// PyTorch's steps.
     Torch,
     /// Cushion's own.
     Graceful,
@@ -259,7 +272,7 @@ pub(crate) enum PolicyArg {
     Segments,
     /// PyTorch's expandable segments.
     Expandable,
-    /// Cushion's own: pages with second addresses.
+    /// Cushion's own: pages that can have second addresses.
     Paged,
     /// Each in turn.
     All,
@@ -278,7 +291,7 @@ impl PolicyArg {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum LadderArg {
-    /// What PyTorch does.
+    /// PyTorch's steps.
     Torch,
     /// Cushion's own.
     Graceful,
@@ -293,19 +306,24 @@ impl From<LadderArg> for Ladder {
     }
 }
 
-/// Options as given, and the keys among them that are not ours.
+/// Options as given, and the keys that are not options of Cushion.
 #[derive(Debug, Clone)]
 pub(crate) struct Conf {
     pub(crate) options: Options,
     pub(crate) not_ours: Vec<String>,
 }
 
-/// Reads a size. A small number without a unit is hardly meant as bytes, so it is not taken as them.
+/// Parses a count of at least one.
+fn positive() -> RangedI64ValueParser<u16> {
+    value_parser!(u16).range(1..)
+}
+
+/// Parses a size. A small number without a unit is hardly meant as bytes, so it is refused.
 fn parse_size(text: &str) -> Result<u64, String> {
     let bytes = parse_bytes(text)?;
     let number = text.trim();
     if bytes < MIB && number.chars().all(|c| c.is_ascii_digit() || c == '.') {
-        // Nobody has a device of a thousand GiB.
+        // No device has a thousand GiB.
         let unit = if bytes < 1000 { "GiB" } else { "MiB" };
         return Err(format!(
             "{number} has no unit. {number} bytes? write {number}B; {number} {unit}? write \
@@ -326,7 +344,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_small_number_without_a_unit_is_refused_with_both_readings() {
+    fn a_small_number_without_a_unit_is_refused() {
         for (number, unit) in
             [("24", "GiB"), ("4.5", "GiB"), (" 1 ", "GiB"), ("24576", "MiB"), ("1048575", "MiB")]
         {
@@ -341,7 +359,7 @@ mod tests {
         assert_eq!(parse_size("0.5GiB"), Ok(512 * MIB));
         assert_eq!(parse_size("1048576"), Ok(MIB));
         assert_eq!(parse_size("25769803776"), Ok(24 << 30));
-        // What is no size at all is told as before.
+        // Other texts have their own message.
         assert!(parse_size("0").is_err_and(|told| told.contains("0 is no size")));
         assert!(parse_size("lots").is_err_and(|told| told.contains("is no size")));
     }

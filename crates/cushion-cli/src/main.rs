@@ -1,4 +1,4 @@
-//! The `cushion` command: a thin door to the library, which the Python wheel calls too.
+//! The `cushion` command: calls the library, as the Python wheel does.
 
 use std::process::ExitCode;
 

@@ -1,8 +1,8 @@
-//! `cushion report`: one self-contained page about a trace, for a person.
+//! `cushion report`: writes one self-contained HTML page about a trace.
 //!
-//! The page is a template with three parts put in: styles, scripts, and the figures as JSON. Names in
-//! a trace are anybody's, so the JSON is escaped to hold no markup, and the scripts put text on the
-//! page as text only.
+//! The page is a template with three parts inserted: styles, scripts, and the figures as JSON. A
+//! trace may contain any names, so the JSON is escaped to contain no markup, and the scripts insert
+//! text only as text.
 
 mod data;
 mod findings;
@@ -19,17 +19,18 @@ use std::path::{Path, PathBuf};
 use anyhow::Context as _;
 use cushion_core::size::display;
 
+use crate::Verdict;
 use crate::args::ReportArgs;
-use crate::load::{Loaded, load, short};
-use crate::save::{self, STANDARD, save};
-use crate::{Streams, Verdict};
+use crate::output::Streams;
+use crate::trace_files::load::{Loaded, load, short};
+use crate::trace_files::save::{self, STANDARD, save};
 
 use data::Report;
 use gather::{Request, gather};
 
 const PAGE: &str = include_str!("report/page.html");
 const STYLE: &str = include_str!("report/page.css");
-/// One script, in parts by subject; the last one draws the page with the others.
+/// One script in several files; the last file draws the page with the others.
 const SCRIPTS: [&str; 7] = [
     include_str!("report/format.js"),
     include_str!("report/tables.js"),
@@ -46,7 +47,7 @@ pub(crate) fn run<O: Write, T: Write>(
     streams: &mut Streams<O, T>,
 ) -> anyhow::Result<Verdict> {
     let trace = &args.trace;
-    // Before the work begins: it would be in vain.
+    // Check before the work: a result that cannot be written is useless.
     let output = args.output.clone().unwrap_or_else(|| default_output(trace));
     let is_standard = output == Path::new(STANDARD);
     if !is_standard {
@@ -66,7 +67,7 @@ pub(crate) fn run<O: Write, T: Write>(
     } else {
         save(&output, |file| file.write_all(page.as_bytes()))?;
         if let Some(failed) = report.findings.first().filter(|_| !report.to_find_out.is_empty()) {
-            // Whoever opens no page is told so too.
+            // The message also goes to standard error.
             streams.talk(format_args!("{}", failed.text));
             for line in &report.to_find_out {
                 streams.talk(format_args!("{line}"));
@@ -94,7 +95,7 @@ fn report_on<O: Write, T: Write>(
     gather(&request, streams)
 }
 
-/// The trace's name with `.html`, in the current folder.
+/// Returns the trace's name with `.html`, in the current folder.
 fn default_output(trace: &Path) -> PathBuf {
     let name = short(&trace.display().to_string());
     let name = if name == "-" { "report" } else { &name };
@@ -106,13 +107,14 @@ fn default_output(trace: &Path) -> PathBuf {
     PathBuf::from(format!("{}.html", stem.unwrap_or(name)))
 }
 
-/// The page.
+/// Returns the page.
 fn page(report: &Report) -> anyhow::Result<String> {
     let data = escape(&serde_json::to_string(report)?);
     let script = SCRIPTS.concat();
     let mut page = String::with_capacity(PAGE.len() + STYLE.len() + script.len() + data.len());
     let mut rest = PAGE;
-    // Cut at the marks first: what is put in may hold the text of a mark.
+    // The template is split at the marks before anything is inserted: an inserted part may contain
+    // the text of a mark.
     for (mark, part) in [("/*STYLE*/", STYLE), ("/*DATA*/", &data), ("/*SCRIPT*/", &script)] {
         let (before, after) = rest.split_once(mark).context("the template lacks a mark")?;
         page.push_str(before);
@@ -123,7 +125,7 @@ fn page(report: &Report) -> anyhow::Result<String> {
     Ok(page)
 }
 
-/// JSON that holds no markup: it cannot end the element it is in.
+/// Escapes JSON so that it contains no markup and cannot end its element.
 fn escape(json: &str) -> String {
     let mut escaped = String::with_capacity(json.len());
     for c in json.chars() {
@@ -169,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn a_mark_in_the_data_is_data() {
+    fn a_mark_in_the_data_is_not_replaced() {
         let report = Report { notes: vec!["/*SCRIPT*/ /*DATA*/".to_owned()], ..Report::default() };
         let page = page(&report).unwrap();
         assert_eq!(page.matches("/*SCRIPT*/ /*DATA*/").count(), 1);

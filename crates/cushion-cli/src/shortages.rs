@@ -1,4 +1,4 @@
-//! What a replay says of its shortages: in words below the table, and as receipts in a file.
+//! The shortages of a replay: as text below the table, and as receipts in a file.
 
 use std::io::Write as _;
 use std::path::Path;
@@ -8,9 +8,9 @@ use cushion_core::{Policy, Receipt};
 use cushion_trace::Outcome;
 use serde::Serialize;
 
-use crate::save::save;
+use crate::trace_files::save::save;
 
-/// What would have made a request fit, in words; nothing if it was served.
+/// Says what would have made a request fit; empty if it was served.
 pub(crate) fn remedies(receipt: &Receipt) -> Vec<String> {
     let shortage = &receipt.shortage;
     if receipt.outcome.is_survived() {
@@ -19,7 +19,8 @@ pub(crate) fn remedies(receipt: &Receipt) -> Vec<String> {
     shortage.remedies().iter().map(ToString::to_string).collect()
 }
 
-/// The shortages of a run in a few lines, `what` before the first; none if there were none.
+/// Describes the shortages of a run in a few lines, the first starting with `what`; empty if there
+/// were none.
 pub(crate) fn in_words(what: &str, outcome: &Outcome) -> Vec<String> {
     if outcome.tally.shortages == 0 {
         return Vec::new();
@@ -29,19 +30,19 @@ pub(crate) fn in_words(what: &str, outcome: &Outcome) -> Vec<String> {
     if spilled > 0 {
         first += &format!(", {} of host memory at the peak", display(spilled));
     }
-    // The first that was refused is the one that the table is about.
+    // The table is about the first refused request.
     let refused = outcome.receipts.iter().find(|receipt| !receipt.outcome.is_survived());
     let remedies = refused.map(|receipt| remedies(receipt)).unwrap_or_default();
     std::iter::once(first).chain(remedies.iter().map(|remedy| format!("    {remedy}"))).collect()
 }
 
-/// Receipts on their way to a file.
+/// Receipts to write to a file.
 #[derive(Debug, Default)]
 pub(crate) struct ReceiptLines {
     text: Vec<u8>,
 }
 
-/// A receipt, and of what.
+/// A receipt with its trace and policy.
 #[derive(Serialize)]
 struct Line<'a> {
     trace: &'a str,
@@ -52,7 +53,7 @@ struct Line<'a> {
 }
 
 impl ReceiptLines {
-    /// Adds those of a run.
+    /// Adds the receipts of a run.
     pub(crate) fn add(
         &mut self,
         trace: &str,
@@ -68,7 +69,7 @@ impl ReceiptLines {
         Ok(())
     }
 
-    /// Writes them all.
+    /// Writes all receipts.
     pub(crate) fn save(&self, path: &Path) -> anyhow::Result<()> {
         save(path, |file| file.write_all(&self.text))
     }

@@ -1,9 +1,9 @@
-//! `cushion storm`: many tasks that together want far more than the device has, by seed, with the ladder
-//! and without it.
+//! `cushion storm`: many tasks that together need far more than the device has, by seed, with and
+//! without the ladder.
 //!
-//! `script.rs` draws what each task does; `task.rs` is how a task takes refusals; `world.rs` is the
-//! engine, the device and what is checked; `virtual_time.rs` and `threads.rs` run the tasks;
-//! `outcome.rs` is what is told.
+//! `script.rs` draws what each task does; `task.rs` runs a task and handles refusals; `world.rs`
+//! has the engine, the device and the checks; `virtual_time.rs` and `threads.rs` schedule the
+//! tasks; `outcome.rs` has the results.
 
 mod guard;
 mod outcome;
@@ -25,23 +25,26 @@ use anyhow::bail;
 use cushion_core::size::MIN_BLOCK;
 use cushion_core::{Ladder, Policy};
 
+use crate::Verdict;
 use crate::args::StormArgs;
-use crate::{Streams, Verdict};
+use crate::output::Streams;
 use outcome::{Outcome, Rows, Which};
 use script::{Shape, Storm};
 use virtual_time::Part;
 use world::Setting;
 
-/// How often a task that can be run alone may begin again, at least; one that needs more gets nowhere.
+/// The least number of restarts granted to a task that can run alone; a task that needs more makes
+/// no progress.
 const MOST_RESTARTS: u64 = 200;
 
-/// How often one that cannot be run alone may: it is not going to finish, and is in the others' way.
+/// The restarts granted to a task that cannot run alone: it will not finish, and hinders the
+/// others.
 const HOPELESS_RESTARTS: u64 = 10;
 
-/// How many runs are told of one by one that went wrong.
+/// The number of failed runs that are described one by one.
 const COMPLAINTS: u64 = 10;
 
-/// How long a request may wait, on virtual time.
+/// The longest wait of a request, on virtual time.
 const VIRTUAL_WAIT: Duration = Duration::from_secs(600);
 
 /// Runs the command.
@@ -50,25 +53,25 @@ pub(crate) fn run<O: Write, T: Write>(
     streams: &mut Streams<O, T>,
 ) -> anyhow::Result<Verdict> {
     let plan = Plan::new(args)?;
-    let mut told = Told { rows: Rows::default(), json: args.json, bad: 0 };
+    let mut results = Results { rows: Rows::default(), json: args.json, bad: 0 };
     if args.real_threads {
-        threads::run_all(&plan, Duration::from_secs(args.watchdog), &mut told, streams);
+        threads::run_all(&plan, Duration::from_secs(args.watchdog), &mut results, streams);
     } else {
-        run_all(&plan, &mut told, streams);
+        run_all(&plan, &mut results, streams);
     }
     if !args.json {
-        for line in told.rows.lines() {
+        for line in results.rows.lines() {
             streams.data(format_args!("{line}"));
         }
     }
-    if told.bad > COMPLAINTS {
-        let more = told.bad - COMPLAINTS;
-        streams.talk(format_args!("and {more} runs more; --json has all of them"));
+    if results.bad > COMPLAINTS {
+        let more = results.bad - COMPLAINTS;
+        streams.talk(format_args!("and {more} more runs; --json shows all of them"));
     }
-    Ok(if told.bad == 0 { Verdict::Fits } else { Verdict::STORM_LOST })
+    Ok(if results.bad == 0 { Verdict::Fits } else { Verdict::STORM_LOST })
 }
 
-/// What is to be run.
+/// What to run.
 #[derive(Debug)]
 struct Plan {
     shape: Shape,
@@ -107,17 +110,17 @@ impl Plan {
     }
 }
 
-/// What was told so far.
+/// The results so far.
 #[derive(Debug)]
-struct Told {
+struct Results {
     rows: Rows,
     json: bool,
-    /// Runs that did not show what they are to show.
+    /// Runs that failed a check.
     bad: u64,
 }
 
-impl Told {
-    fn tell<O: Write, T: Write>(&mut self, outcome: &Outcome, streams: &mut Streams<O, T>) {
+impl Results {
+    fn report<O: Write, T: Write>(&mut self, outcome: &Outcome, streams: &mut Streams<O, T>) {
         self.rows.add(outcome);
         if !outcome.is_good() {
             self.bad += 1;
@@ -134,8 +137,8 @@ impl Told {
     }
 }
 
-/// Runs all seeds on virtual time, on all cores, and tells of them in their order.
-fn run_all<O: Write, T: Write>(plan: &Plan, told: &mut Told, streams: &mut Streams<O, T>) {
+/// Runs all seeds on virtual time, on all cores, and reports them in order.
+fn run_all<O: Write, T: Write>(plan: &Plan, results: &mut Results, streams: &mut Streams<O, T>) {
     let cores = std::thread::available_parallelism().map_or(1, NonZero::get);
     let next = AtomicU64::new(0);
     let (to, from) = mpsc::channel();
@@ -146,7 +149,7 @@ fn run_all<O: Write, T: Write>(plan: &Plan, told: &mut Told, streams: &mut Strea
             scope.spawn(move || {
                 loop {
                     let index = next.fetch_add(1, Ordering::Relaxed);
-                    // If nobody listens any more, the command is ending.
+                    // A closed channel means that the command is ending.
                     if index >= plan.seeds || to.send((index, run_seed(plan, index))).is_err() {
                         return;
                     }
@@ -159,7 +162,7 @@ fn run_all<O: Write, T: Write>(plan: &Plan, told: &mut Told, streams: &mut Strea
         for (index, outcomes) in from {
             early.insert(index, outcomes);
             while let Some(outcomes) = early.remove(&due) {
-                outcomes.iter().for_each(|outcome| told.tell(outcome, streams));
+                outcomes.iter().for_each(|outcome| results.report(outcome, streams));
                 due += 1;
             }
             streams.update(due, Some(plan.seeds));
@@ -168,7 +171,7 @@ fn run_all<O: Write, T: Write>(plan: &Plan, told: &mut Told, streams: &mut Strea
     streams.end();
 }
 
-/// One seed on virtual time, under each policy and ladder.
+/// Runs one seed on virtual time, under each policy and ladder.
 fn run_seed(plan: &Plan, index: u64) -> Vec<Outcome> {
     let seed = plan.first_seed + index;
     let shape = &plan.shape;
@@ -191,22 +194,22 @@ fn virtual_setting(seed: u64, policy: Policy, ladder: Ladder, device: u64) -> Se
     Setting { seed, policy, ladder, device, wait: VIRTUAL_WAIT, hurry: 1, alone: true }
 }
 
-/// The tasks, each with how often it may begin again.
+/// Returns the tasks, each with the number of restarts it may make.
 fn parts<'a>(storm: &'a Storm, alone: &[bool], shape: &Shape) -> Vec<Part<'a>> {
     let tasks = storm.scripts.iter().zip(alone);
     let limit = |alone| most_restarts(alone, shape);
     tasks.map(|(script, &alone)| Part { script, most_restarts: limit(alone) }).collect()
 }
 
-/// A task gives way so that another gets at least one allocation further: that may be needed as often as there
-/// are allocations.
+/// Returns how often a task may restart. A task gives way so that another one gets at least one
+/// allocation further, which may be needed as often as there are allocations.
 fn most_restarts(alone: bool, shape: &Shape) -> u64 {
     let allocations = (shape.tasks * shape.allocations) as u64;
     if alone { allocations.max(MOST_RESTARTS) } else { HOPELESS_RESTARTS }
 }
 
-/// For each task, whether it comes to its end with the device to itself: others may then be waited for,
-/// one after the other, and nothing is asked that cannot be.
+/// Returns for each task whether it finishes when it has the device to itself. Such a task can
+/// always finish after the others.
 fn runs_alone(storm: &Storm, policy: Policy, seed: u64) -> Vec<bool> {
     let setting = virtual_setting(seed, policy, Ladder::Graceful, storm.device);
     let alone =

@@ -1,5 +1,5 @@
-//! Broken, hostile and simply wrong files: each ends with exit code 2, nothing on standard output and
-//! one line that says where and what was expected.
+//! Broken, hostile and wrong files: each gives exit code 2, no standard output, and one message
+//! line with the place and the expectation.
 
 #[cfg(test)]
 mod tests {
@@ -11,7 +11,7 @@ mod tests {
     use flate2::Compression;
     use flate2::write::GzEncoder;
 
-    /// A kind of broken file, and what the message must say.
+    /// A kind of broken file, and what the message must contain.
     struct Case {
         name: &'static str,
         bytes: Vec<u8>,
@@ -22,7 +22,7 @@ mod tests {
         Case { name, bytes: bytes.into(), says }
     }
 
-    /// Runs the command with little memory to its name: a bomb that goes off aborts it.
+    /// Runs the command with a memory limit: a decompression bomb that is not stopped aborts it.
     fn replay(path: &Path) -> Output {
         let cushion = env!("CARGO_BIN_EXE_cushion");
         if cfg!(target_os = "linux") {
@@ -64,7 +64,7 @@ mod tests {
         encoder.finish().unwrap()
     }
 
-    /// One frame of up to 255 bytes, not packed.
+    /// Returns one uncompressed frame of up to 255 bytes.
     fn zstd(bytes: &[u8]) -> Vec<u8> {
         let len = u8::try_from(bytes.len()).unwrap();
         let block = 1 | u32::from(len) << 3;
@@ -115,15 +115,15 @@ mod tests {
         with_event(&items)
     }
 
-    /// A sound snapshot with something that can be replayed.
+    /// Returns a valid snapshot that can be replayed.
     fn sound() -> Vec<u8> {
         let event = dict(&alloc());
         snapshot(b"]", &list(&[list(&[event])]))
     }
 
     #[test]
-    fn a_sound_file_is_no_error() {
-        // What the cases below break.
+    fn a_valid_file_is_not_an_error() {
+        // The cases below break this file.
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("trace");
         let json = br#"{"segments": [], "device_traces": [[{"action": "alloc", "addr": 512, "size": 100}]]}"#;
@@ -138,7 +138,7 @@ mod tests {
     }
 
     #[test]
-    fn files_that_are_something_else() {
+    fn files_of_another_kind() {
         let tensors = b"\x40\0\0\0\0\0\0\0{\"weight\":{\"dtype\":\"F32\"}}";
         let utf16: Vec<u8> =
             "\u{feff}{\"segments\"".encode_utf16().flat_map(u16::to_le_bytes).collect();
@@ -171,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn paths_that_are_no_file() {
+    fn paths_that_are_not_files() {
         let folder = tempfile::tempdir().unwrap();
         let talk = told(&replay(folder.path()), "a directory");
         assert!(talk.contains("a directory") && talk.contains("expected"), "{talk}");
@@ -179,14 +179,14 @@ mod tests {
         assert!(talk.contains("missing: could not read the file: No such file"), "{talk}");
         #[cfg(target_os = "linux")]
         {
-            // Opens, and cannot be read.
+            // The file opens, but cannot be read.
             let talk = told(&replay(Path::new("/proc/self/mem")), "an unreadable file");
             assert!(talk.contains("could not read the file"), "{talk}");
         }
     }
 
     #[test]
-    fn packed_files() {
+    fn broken_compressed_files() {
         let zipped = gzip(&sound());
         let cut = zipped[..zipped.len() / 2].to_vec();
         let no_checksum = zipped[..zipped.len() - 6].to_vec();
@@ -236,10 +236,10 @@ mod tests {
     }
 
     #[test]
-    fn bombs() {
+    fn decompression_bombs() {
         let absurd =
             |opcode: u8| [&[0x80, 0x04, opcode][..], &(1_u64 << 60).to_le_bytes()].concat();
-        // As many megabytes of the same, in some kilobytes.
+        // Megabytes of the same bytes, in some kilobytes.
         let bomb = |start: &[u8], piece: &[u8], megabytes: usize| {
             let megabyte = gzip(&piece.repeat((1 << 20) / piece.len()));
             [gzip(start), megabyte.repeat(megabytes)].concat()
@@ -373,8 +373,9 @@ mod tests {
         ]);
     }
 
+    /// One table of cases, long because each case is a line or two.
     #[test]
-    fn pickles_that_are_no_snapshot() {
+    fn pickles_that_are_not_snapshots() {
         let block = |items: &[(&str, &[u8])]| {
             let blocks = list(&[dict(items)]);
             with_segment(&[("address", b"K\x01"), ("total_size", b"K\x02"), ("blocks", &blocks)])

@@ -1,11 +1,11 @@
-// Runs inside a copy of a report and tells the page around it what a reader would find.
+// Runs inside a copy of a report and posts what it finds to the surrounding page.
 window.addEventListener("load", () => setTimeout(() => {
   const report = JSON.parse(document.getElementById("data").textContent);
   const all = (selector) => [...document.querySelectorAll(selector)];
   const shown = (element) => element.getClientRects().length > 0;
   const text = (element) => (element ? element.textContent.trim() : "");
 
-  // What can be used: it must be reachable by keyboard, and have a name.
+  // Controls: each must be reachable by keyboard, and have a name.
   const name = (element) => element.getAttribute("aria-label") || text(element) || [...(element.labels || [])].map(text).join(" ");
   const usable = all("a, button, input, summary, select, [tabindex='0'], [role=button]").filter(shown);
   const unreachable = usable.filter((element) => element.tabIndex < 0 || element.disabled).map((e) => e.outerHTML.slice(0, 120));
@@ -14,7 +14,7 @@ window.addEventListener("load", () => setTimeout(() => {
   const levels = all("h1, h2, h3").filter(shown).map((e) => Number(e.tagName[1]));
   const ids = all("[id]").map((e) => e.id);
 
-  // The highest point drawn, as bytes, and how far half a pixel is.
+  // The highest point drawn, in bytes, and the bytes of half a pixel.
   const plot = document.querySelector("#plot svg");
   const { most, top, bottom } = Object.fromEntries(Object.entries(plot.dataset).map(([key, value]) => [key, Number(value)]));
   const highest = {};
@@ -23,7 +23,7 @@ window.addEventListener("load", () => setTimeout(() => {
     highest[path.dataset.curve] = (most * (bottom - Math.min(...ys))) / (bottom - top);
   }
 
-  // Going to a peak reads out the figure of the table.
+  // A jump to a peak shows the table's figure.
   const readouts = {};
   for (const button of document.querySelectorAll("#jumps button")) {
     button.click();
@@ -35,7 +35,7 @@ window.addEventListener("load", () => setTimeout(() => {
   slider.dispatchEvent(new Event("input"));
   const moved = text(document.getElementById("readout")) !== before && !!slider.getAttribute("aria-valuetext");
 
-  // Switches do something.
+  // Each switch changes the page.
   const curves = () => plotCurves().length;
   const plotCurves = () => all("#plot [data-curve]");
   const drawn = curves();
@@ -61,7 +61,7 @@ window.addEventListener("load", () => setTimeout(() => {
     return !data.some((value) => value !== 0);
   }).length;
 
-  // Text against what is behind it.
+  // The contrast of text and background.
   const channels = (colour) => colour.match(/[\d.]+/g).slice(0, 3).map(Number);
   const light = (colour) => {
     const [r, g, b] = channels(colour).map((c) => (c / 255 <= 0.03928 ? c / 255 / 12.92 : ((c / 255 + 0.055) / 1.055) ** 2.4));

@@ -1,8 +1,8 @@
-//! The report as a reader meets it: drawn by Chromium, without a network and without a screen.
+//! The report as drawn by Chromium, without a network and without a screen.
 //!
-//! A copy of the page gets a small script that looks around and tells a page around it what it found;
-//! this program reads that from the browser's dump of the page around. It is a program of its own, not
-//! a `#[test]`, so that it can say when there is no browser: it is then skipped, visibly.
+//! A copy of the page gets a small script that inspects it and posts its findings to a surrounding
+//! page; this program reads them from the browser's dump of that page. It is a program of its own,
+//! not a `#[test]`, so that it can print that it is skipped when there is no browser.
 
 mod support;
 
@@ -14,11 +14,11 @@ use std::process::{Command, Stdio};
 use serde_json::Value;
 use support::{event, figures, page, receipt_lines, trace, write_snapshot};
 
-/// What the check is called by; `scripts/setup-browser.sh` looks for the same.
+/// The names of the browser; `scripts/setup-browser.sh` looks for the same.
 const BROWSERS: [&str; 5] =
     ["chromium", "chromium-browser", "google-chrome-stable", "google-chrome", "chrome"];
 
-/// Looks at reports with a browser; panics at what is wrong.
+/// Checks reports with a browser; panics if one is wrong.
 type Check = fn(&str);
 
 fn main() {
@@ -48,7 +48,7 @@ fn runs(browser: &str) -> bool {
     status.is_ok_and(|status| status.success())
 }
 
-/// What the script found in a page, in a window `width` wide.
+/// Returns what the script found in a page, in a window `width` wide.
 fn look(browser: &str, page: &str, width: u32, dark: bool) -> Value {
     let folder = tempfile::tempdir().expect("a folder");
     let at = |name: &str| folder.path().join(name);
@@ -78,7 +78,7 @@ fn look(browser: &str, page: &str, width: u32, dark: bool) -> Value {
     let dump = String::from_utf8_lossy(&output.stdout).into_owned();
     let found = between(&dump, "<pre id=\"found\">", "</pre>").filter(|found| !found.is_empty());
     let found = found.unwrap_or_else(|| {
-        panic!("the page told nothing: {dump}\n{}", String::from_utf8_lossy(&output.stderr))
+        panic!("the script posted nothing: {dump}\n{}", String::from_utf8_lossy(&output.stderr))
     });
     serde_json::from_slice(&base64(found)).expect("what was found is JSON")
 }
@@ -87,7 +87,7 @@ fn between<'a>(text: &'a str, start: &str, end: &str) -> Option<&'a str> {
     Some(text.split_once(start)?.1.split_once(end)?.0)
 }
 
-/// Bytes of base 64, which passes through a dump of HTML unchanged.
+/// Decodes base 64, which passes through a dump of HTML unchanged.
 fn base64(text: &str) -> Vec<u8> {
     const DIGITS: &[u8] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
     let (mut bytes, mut bits, mut held) = (Vec::new(), 0_u32, 0);
@@ -103,7 +103,7 @@ fn base64(text: &str) -> Vec<u8> {
     bytes
 }
 
-/// What must hold on every page.
+/// Checks what must hold on every page.
 fn sound(found: &Value, what: &str) {
     let none = |key: &str| assert_eq!(found[key], Value::Array(Vec::new()), "{what}: {key}");
     none("errors");
@@ -134,12 +134,13 @@ fn number(value: &Value) -> u64 {
     value.as_u64().expect("a number")
 }
 
-/// Bytes as the page writes them.
+/// Formats bytes as the page does.
 fn display(bytes: u64) -> String {
     cushion_core::size::display(bytes)
 }
 
-/// The highest point drawn is the table's figure, to half a pixel; going there reads it out exactly.
+/// Checks that the highest point drawn is the table's figure, to half a pixel, and that hovering
+/// there shows it exactly.
 fn peaks(found: &Value, report: &Value, what: &str) {
     let half = found["half"].as_f64().expect("half a pixel");
     let near = |key: &str, bytes: u64| {
@@ -178,7 +179,7 @@ fn traces(browser: &str) {
         let told = list(&report["shortages"])
             .iter()
             .all(|run| text.replace('\u{a0}', " ").contains(run["told"].as_str().expect("words")));
-        assert!(told, "{name}: every shortage is told of");
+        assert!(told, "{name}: every shortage is listed");
         let has_section = text.contains("Shortages\n");
         assert_eq!(has_section, !list(&report["shortages"]).is_empty(), "{name}");
         let lead = found["lead"].as_str().expect("a lead").replace('\u{a0}', " ");
@@ -246,7 +247,7 @@ fn million(browser: &str) {
     peaks(&found, &figures(&page), "a million events");
 }
 
-/// Blocks that come and go a million times, with one large one in the middle.
+/// Writes a trace of a million small blocks, with one large block in the middle.
 fn write_million(path: &Path) {
     let mut events = Vec::new();
     let address = |i: i64| (1 << 40) + (i % 1000) * (2 << 20);

@@ -1,4 +1,4 @@
-//! `cushion convert` as people run it.
+//! `cushion convert`, run as a command.
 
 #[cfg(test)]
 mod tests {
@@ -37,7 +37,7 @@ mod tests {
         String::from_utf8(bytes.to_vec()).unwrap()
     }
 
-    /// Converts, and says what was told about it.
+    /// Converts a trace, and returns the messages.
     fn convert(from: &Path, to: &Path) -> String {
         let output = cushion(&[from, to]);
         let told = text(&output.stderr);
@@ -50,10 +50,10 @@ mod tests {
         open(path, &Limits::default()).unwrap()
     }
 
-    /// Every trace shipped: nothing is lost in Cushion's own format, nor in a pickle made of that, and
-    /// nothing of them has to be left out for the viewer.
+    /// For every shipped trace: Cushion's own format, and a pickle made from it, lose nothing, and
+    /// no event has to be left out for the viewer.
     #[test]
-    fn there_and_back() {
+    fn formats_round_trip() {
         let folder = tempfile::tempdir().unwrap();
         let (own, pickle) = (folder.path().join("a.cushion"), folder.path().join("b.pickle"));
         for trace in all_traces() {
@@ -81,14 +81,14 @@ mod tests {
             convert(&trace, &own);
             let size = fs::metadata(&own).unwrap().len();
             assert!(size * 10 <= pickle.len() as u64, "{}: {size}", trace.display());
-            // And clearly less than gzip alone makes of it.
+            // It is also clearly smaller than gzip alone makes the pickle.
             let gzip = fs::metadata(&trace).unwrap().len();
             assert!(size * 10 <= gzip * 6, "{}: {size}, gzip {gzip}", trace.display());
         }
     }
 
     #[test]
-    fn replay_says_the_same_of_every_format() {
+    fn replay_prints_the_same_for_every_format() {
         let folder = tempfile::tempdir().unwrap();
         let original = trace("corners/capped");
         let replay = |path: &Path| {
@@ -106,7 +106,7 @@ mod tests {
     }
 
     #[test]
-    fn the_name_says_the_format() {
+    fn the_output_name_selects_the_format() {
         let folder = tempfile::tempdir().unwrap();
         let original = trace("corners/churn");
         for (name, start) in [
@@ -156,9 +156,9 @@ mod tests {
         assert_eq!(back, load(&trace("corners/pools")));
     }
 
-    /// A trace whose first events cannot be taken back: a free of what was never there.
+    /// The first events of this trace cannot be undone: it frees a block that was never allocated.
     #[test]
-    fn what_the_viewer_cannot_show_is_left_out_and_told() {
+    fn events_the_viewer_cannot_show_are_left_out_and_counted() {
         let folder = tempfile::tempdir().unwrap();
         let [broken, own, json] =
             ["broken.cushion", "own.cushion", "out.json"].map(|name| folder.path().join(name));
@@ -177,7 +177,7 @@ mod tests {
         assert!(told.contains(", 2358 events\n"), "{told}");
         assert!(told.contains("left out 101 events that PyTorch's viewer"), "{told}");
         let why = "device 0, event 100, ";
-        assert!(told.contains(why) && told.contains("not there later"), "{told}");
+        assert!(told.contains(why) && told.contains("does not exist later"), "{told}");
         convert(&broken, &own);
         assert_eq!(load(&own), snapshot);
     }
@@ -201,13 +201,13 @@ mod tests {
         assert_eq!(output.status.code(), Some(2));
         let told = text(&output.stderr);
         assert!(told.contains("cannot write") && told.contains("there is no folder"), "{told}");
-        // Nothing half done lies about.
+        // No partial file is left.
         assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 2);
     }
 
     #[cfg(unix)]
     #[test]
-    fn links_and_devices_stay_what_they_are() {
+    fn links_and_devices_are_written_through() {
         use std::os::unix::fs::{FileTypeExt as _, PermissionsExt as _, symlink};
 
         let folder = tempfile::tempdir().unwrap();
@@ -219,16 +219,16 @@ mod tests {
         convert(&trace("corners/pools"), &link);
         assert!(fs::symlink_metadata(&link).unwrap().is_symlink());
         assert_eq!(load(&real), load(&trace("corners/pools")));
-        // As readable as any other file.
+        // It has the permissions of any other file.
         let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode();
         assert_eq!(mode(&real), mode(&plain));
         convert_to(&trace("corners/pools"), Path::new("/dev/null"), "pickle");
         assert!(fs::metadata("/dev/null").unwrap().file_type().is_char_device());
     }
 
-    /// Python reads what we write, and finds in it what it finds in the original.
+    /// Python reads the written files, and finds the same as in the original.
     #[test]
-    fn python_reads_the_same() {
+    fn python_reads_the_written_files() {
         let script = traces().join("../viz/same.py");
         let python = Command::new("python3").arg("--version").output();
         if !python.is_ok_and(|output| output.status.success()) {

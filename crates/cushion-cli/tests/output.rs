@@ -1,4 +1,4 @@
-//! Where commands write: never over what they read, and known to be possible before the work begins.
+//! Output paths: a command never overwrites its input, and checks the path before the work.
 
 #[cfg(test)]
 mod support;
@@ -12,7 +12,7 @@ mod tests {
 
     use super::support::{event, write_snapshot};
 
-    /// A folder with a trace in it, a link and a hard link to it, and another trace.
+    /// Makes a folder with a trace, a link and a hard link to it, and another trace.
     fn folder() -> (tempfile::TempDir, Vec<u8>) {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("x.pickle");
@@ -29,7 +29,7 @@ mod tests {
         command.current_dir(folder).args(args).stdin(stdin).output().unwrap()
     }
 
-    /// Runs a command that must be refused; what it said.
+    /// Runs a command that must be refused, and returns its message.
     fn refused(folder: &Path, args: &[&str], stdin: Stdio) -> String {
         let output = cushion(folder, args, stdin);
         let told = String::from_utf8(output.stderr).unwrap();
@@ -40,7 +40,7 @@ mod tests {
     }
 
     #[test]
-    fn output_never_goes_over_input() {
+    fn output_never_overwrites_input() {
         let (folder, bytes) = folder();
         let here = folder.path();
         let full = here.join("x.pickle").display().to_string();
@@ -66,25 +66,26 @@ mod tests {
             assert_eq!(fs::read(here.join("x.pickle")).unwrap(), bytes, "{args:?}");
         }
         assert!(fs::symlink_metadata(here.join("soft.pickle")).unwrap().is_symlink());
-        // Another file is replaced, as ever.
+        // Another file is replaced.
         let output = cushion(here, &["convert", "x.pickle", "y.pickle"], Stdio::null());
         assert_eq!(output.status.code(), Some(0));
     }
 
-    /// The input is no trace: to hear of the output is to hear of it before that was read.
+    /// The input is not a trace: a message about the output shows that the output was checked
+    /// first.
     #[test]
-    fn a_place_that_cannot_be_written_to_is_told_before_the_work() {
+    fn an_unwritable_path_is_reported_before_the_work() {
         let (folder, _) = folder();
         let here = folder.path();
         fs::create_dir(here.join("sub.cushion")).unwrap();
         fs::create_dir(here.join("locked")).unwrap();
         fs::set_permissions(here.join("locked"), fs::Permissions::from_mode(0o555)).unwrap();
         fs::write(here.join("bad"), b"GARBAGE").unwrap();
-        // Whoever may do anything may write there too.
+        // Root may write there too.
         let is_root = File::create(here.join("locked/probe")).is_ok();
         for (place, expected) in [
             ("no/such/out.cushion", "there is no folder no/such"),
-            ("bad/out.cushion", "bad is no folder"),
+            ("bad/out.cushion", "bad is not a folder"),
             ("sub.cushion", "it is a folder: name a file in it"),
             ("locked/out.cushion", "no file can be made in the folder"),
         ] {

@@ -1,4 +1,4 @@
-//! The command as people run it.
+//! `cushion replay`, run as a command.
 
 #[cfg(test)]
 mod tests {
@@ -92,7 +92,7 @@ stream_offload.pickle.gz  paged         3577   9.85 GiB  9.85 GiB       9.88 GiB
         assert_eq!(row["result"], "out_of_memory");
     }
 
-    /// Nothing compared is not agreement.
+    /// Comparing nothing is not agreement.
     #[test]
     fn a_verify_that_compares_nothing_is_exit_code_3() {
         let native = trace("stream_offload");
@@ -101,7 +101,7 @@ stream_offload.pickle.gz  paged         3577   9.85 GiB  9.85 GiB       9.88 GiB
         let talk = text(&output.stderr);
         assert!(talk.contains("not verified: 0 of 3577 allocations were compared"), "{talk}");
         assert!(talk.contains("recorded with segments") && talk.contains("--policy segments"));
-        assert!(text(&output.stdout).contains("fits"), "the replay itself is told");
+        assert!(text(&output.stdout).contains("fits"), "the replay itself is printed");
         let folder = tempfile::tempdir().unwrap();
         let log = folder.path().join("log.csv");
         let rows =
@@ -110,17 +110,17 @@ stream_offload.pickle.gz  paged         3577   9.85 GiB  9.85 GiB       9.88 GiB
         let output = cushion(&["replay", &log.display().to_string(), "--verify"]);
         assert_eq!(output.status.code(), Some(3));
         assert!(text(&output.stderr).contains("the trace is not PyTorch's"));
-        // One trace that was compared does not stand for another that was not.
+        // Comparing one trace does not cover another.
         let expandable = trace("stream_offload.expandable");
         let args = ["replay", &native, &expandable, "--verify", "--policy", "expandable"];
         assert_eq!(cushion(&args).status.code(), Some(3));
     }
 
     #[test]
-    fn what_verify_leaves_out_is_counted() {
+    fn allocations_that_verify_skips_are_counted() {
         let capped = trace("corners/pools_capped");
         let output = cushion(&["replay", &capped, "--verify", "--policy", "segments"]);
-        assert_eq!(output.status.code(), Some(1), "it ran out of memory when it was recorded");
+        assert_eq!(output.status.code(), Some(1), "the recorded run ran out of memory");
         let talk = text(&output.stderr);
         assert!(talk.contains("587 of 587 allocations at PyTorch's address"), "{talk}");
         assert!(
@@ -131,10 +131,7 @@ stream_offload.pickle.gz  paged         3577   9.85 GiB  9.85 GiB       9.88 GiB
         let args = ["replay", &middle, "--verify", "--policy", "segments", "--capacity"];
         let output = cushion(&[&args[..], &["9GiB"]].concat());
         let talk = text(&output.stderr);
-        assert!(
-            talk.contains("allocations after the end of the replay, where memory ran"),
-            "{talk}"
-        );
+        assert!(talk.contains("allocations after the replay ran out of memory"), "{talk}");
         let output = cushion(&[&args[..], &["100MiB"]].concat());
         assert_eq!(output.status.code(), Some(3));
         let talk = text(&output.stderr);
@@ -166,14 +163,14 @@ graphs_serving.pickle.gz  paged         3607   4.14 GiB  4.27 GiB       4.34 GiB
             assert_eq!(with(smallest), Some(0));
             assert_eq!(with(smallest - (2 << 20)), Some(1));
         }
-        // Without the flag the figure is there, and empty.
+        // Without the flag the key exists, and is null.
         let rows = json(&cushion(&["replay", "--json", &trace]));
         assert_eq!(rows[0]["min_capacity_bytes"], Value::Null);
         assert_eq!(rows[0]["floor_bytes"], 4_589_395_968_u64);
     }
 
     #[test]
-    fn where_it_fails_is_told_with_the_stack() {
+    fn a_failure_is_reported_with_its_stack() {
         let trace = trace("vision_multires.midrun");
         let args = ["replay", &trace, "--capacity", "9GiB", "--policy", "segments"];
         let output = cushion(&args);
@@ -187,7 +184,7 @@ graphs_serving.pickle.gz  paged         3607   4.14 GiB  4.27 GiB       4.34 GiB
     }
 
     #[test]
-    fn a_trace_from_the_middle_is_verified_and_says_what_is_not_known() {
+    fn a_trace_from_the_middle_is_verified_with_caveats() {
         let trace = trace("vision_multires.midrun");
         let output = cushion(&["replay", &trace, "--verify"]);
         assert_eq!(output.status.code(), Some(0));
@@ -197,16 +194,16 @@ graphs_serving.pickle.gz  paged         3607   4.14 GiB  4.27 GiB       4.34 GiB
             "{talk}"
         );
         assert!(talk.contains("segments: 6243 of 6243 allocations at PyTorch's address"), "{talk}");
-        assert!(talk.contains("expandable: what this policy would have held"), "{talk}");
+        assert!(talk.contains("expandable: the memory that this policy would have held"), "{talk}");
     }
 
     #[test]
-    fn frees_that_a_shortage_hurries_are_told() {
+    fn hurried_frees_are_reported() {
         let trace = trace("stream_offload");
         let output = cushion(&["replay", &trace, "--capacity", "6GiB", "--policy", "segments"]);
         assert_eq!(output.status.code(), Some(0));
         let talk = text(&output.stderr);
-        assert!(talk.contains("used again earlier than in PyTorch"), "{talk}");
+        assert!(talk.contains("earlier than PyTorch, to reuse"), "{talk}");
     }
 
     #[test]
@@ -241,7 +238,7 @@ graphs_serving.pickle.gz  paged         3607   4.14 GiB  4.27 GiB       4.34 GiB
         );
     }
 
-    /// A run that was refused memory is not called fitting because a replay had no limit.
+    /// A run that was refused memory does not count as fitting because a replay had no limit.
     #[test]
     fn a_recorded_out_of_memory_is_exit_code_1_without_a_capacity() {
         let capped = trace("llama_varlen.capped24");
@@ -253,12 +250,12 @@ graphs_serving.pickle.gz  paged         3607   4.14 GiB  4.27 GiB       4.34 GiB
         let told = "\n\
 llama_varlen.capped24.pickle.gz: the recorded run ran out of memory: at event 278444 PyTorch refused \
 a request of 3.79 GiB, with 16.95 GiB live and 22.76 GiB reserved; 116.28 GiB of the device were free.
-    without a limit that request is passed over: that says nothing about the card it ran on
-    more was free than was asked for: the run had a limit, of at least 22.76 GiB and below 26.55 GiB
+    the replay has no limit and skips that request: it says nothing about the card it ran on
+    more was free than requested: the run had a limit, of at least 22.76 GiB and below 26.55 GiB
     to find out what fits it, give that limit, or --capacity 23306MiB, the least it can have been
 ";
         assert!(table.ends_with(told), "{table}");
-        // As JSON it is talk, and figures in every line.
+        // With --json it is a message, and figures in every line.
         let output = cushion(&["replay", &capped, "--json", "--policy", "segments"]);
         assert_eq!(output.status.code(), Some(1));
         let talk = text(&output.stderr);
@@ -272,7 +269,7 @@ a request of 3.79 GiB, with 16.95 GiB live and 22.76 GiB reserved; 116.28 GiB of
             "device_free": 124_855_123_968_u64, "capacity": 24_438_112_256_u64,
         });
         assert_eq!(row["recorded_oom"], recorded);
-        // With a capacity the replay answers.
+        // With a capacity, the replay decides.
         let args = ["replay", &capped, "--json", "--policy", "expandable", "--capacity", "24GiB"];
         let output = cushion(&args);
         assert_eq!(output.status.code(), Some(0));
@@ -281,7 +278,7 @@ a request of 3.79 GiB, with 16.95 GiB live and 22.76 GiB reserved; 116.28 GiB of
     }
 
     #[test]
-    fn a_full_card_is_named_by_what_was_held_and_free() {
+    fn the_capacity_of_a_full_card_is_held_plus_free() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("full.json");
         let mib = 1 << 20;
@@ -297,7 +294,7 @@ a request of 3.79 GiB, with 16.95 GiB live and 22.76 GiB reserved; 116.28 GiB of
         let table = text(&output.stdout);
         for part in [
             "a request of 64.00 MiB, with 30.00 MiB live and 30.00 MiB reserved; 7.00 MiB of the",
-            "give --capacity 37MiB: what the run held and what was free\n",
+            "give --capacity 37MiB: the memory that the run held and that was free\n",
             "on the smallest device that request is served too\n",
         ] {
             assert!(table.contains(part), "{table}");
@@ -307,9 +304,9 @@ a request of 3.79 GiB, with 16.95 GiB live and 22.76 GiB reserved; 116.28 GiB of
         assert_eq!(text(&output.stdout).matches("out of memory\n").count(), 3);
     }
 
-    /// A log of RMM does not tell how much its device had: no figure is made up.
+    /// An RMM log does not say how much memory its device had: no figure is invented.
     #[test]
-    fn where_the_card_is_not_known_none_is_named() {
+    fn an_unknown_card_gets_no_capacity() {
         let folder = tempfile::tempdir().unwrap();
         let log = folder.path().join("log.csv");
         let rows = "Thread,Time,Action,Pointer,Size,Stream\n\
@@ -321,15 +318,15 @@ a request of 3.79 GiB, with 16.95 GiB live and 22.76 GiB reserved; 116.28 GiB of
         let table = text(&output.stdout);
         for part in [
             "its allocator refused a request of 8.00 GiB, with 1024.00 KiB live.\n",
-            "give what it leaves the allocator, as --capacity 24GiB\n",
+            "give the memory it leaves to the allocator, as --capacity 24GiB\n",
         ] {
             assert!(table.contains(part), "{table}");
         }
     }
 
-    /// Sizes that no device has: the figures are told as they are, and nothing overflows.
+    /// Impossible sizes are reported as they are, and nothing overflows.
     #[test]
-    fn an_absurd_refusal_is_told_too() {
+    fn an_impossible_refusal_is_reported() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("absurd.json");
         let most = i64::MAX;
@@ -380,14 +377,14 @@ a request of 3.79 GiB, with 16.95 GiB live and 22.76 GiB reserved; 116.28 GiB of
             assert_eq!(output.status.code(), Some(2), "{args:?}");
             assert!(!output.stderr.is_empty(), "{args:?} says nothing");
         }
-        // A bad file does not keep the good one from being replayed.
+        // A bad file does not stop the replay of the good one.
         let output = cushion(&["replay", &bad, &good, "--json"]);
         assert_eq!(json(&output).len(), 3);
         let talk = text(&output.stderr);
         assert!(talk.contains(&bad) && talk.contains("at byte 0"), "{talk}");
     }
 
-    /// Nobody reading is no reason to call a failure a success.
+    /// A closed pipe must not turn a failure into a success.
     #[test]
     fn a_closed_pipe_does_not_change_the_exit_code() {
         use std::process::Stdio;

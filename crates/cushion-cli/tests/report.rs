@@ -1,4 +1,4 @@
-//! The report as people make it: what is in the file, and where it goes.
+//! `cushion report`, run as a command: the content of the file, and its path.
 
 #[cfg(test)]
 mod support;
@@ -25,9 +25,10 @@ mod tests {
         value.as_array().unwrap().iter().map(|value| value.as_u64().unwrap()).collect()
     }
 
-    /// The table is what `cushion replay` says, and the highest point of each curve is the table's.
+    /// The table has the figures of `cushion replay`, and the highest point of each curve is the
+    /// table's.
     #[test]
-    fn figures_are_those_of_replay_and_no_peak_is_lost() {
+    fn figures_match_replay_and_no_peak_is_lost() {
         for (name, more) in TRACES {
             let trace = trace(name);
             let report = figures(&page(&trace, more));
@@ -95,7 +96,7 @@ mod tests {
     }
 
     #[test]
-    fn findings_say_what_would_have_fitted() {
+    fn findings_name_policies_and_cards_that_fit() {
         let lead = |trace: &str, more: &[&str]| {
             let report = figures(&page(trace, more));
             report["findings"][0]["text"].as_str().unwrap().to_owned()
@@ -113,16 +114,16 @@ mod tests {
         );
     }
 
-    /// The page asks nothing of a network, by its own rules and by having nothing to ask for.
-    /// A request that PyTorch refused, served here, is neither from before the trace nor kept.
+    /// The page uses no network: its policy forbids it, and it refers to nothing outside. A request
+    /// that PyTorch refused, served here, is neither from before the trace nor kept.
     #[test]
-    fn what_pytorch_refused_is_told_as_what_it_is() {
+    fn requests_that_pytorch_refused_are_not_kept() {
         let capped = trace("llama_varlen.capped24");
         let report = figures(&page(&capped, &["--capacity", "24GiB"]));
         assert_eq!(report["peak"]["from_before"]["count"], 0);
         let largest = &report["peak"]["groups"][0];
         assert_eq!((&largest["largest"], &largest["kept"]), (&4_072_448_000_u64.into(), &0.into()));
-        // Where every policy fails early, what was recorded is shown to its end.
+        // If every policy fails early, the recorded run is still shown to its end.
         let report = figures(&page(&trace("vision_multires.midrun"), &["--capacity", "200MiB"]));
         assert_eq!(report["timeline"]["live_peak"], 10_044_266_512_u64);
         for run in report["policies"].as_array().unwrap() {
@@ -136,7 +137,7 @@ mod tests {
     }
 
     #[test]
-    fn the_page_is_complete_in_itself() {
+    fn the_page_is_self_contained() {
         let page = page(&trace("graphs_serving"), &[]);
         assert!(
             page.contains(
@@ -150,11 +151,11 @@ mod tests {
         let addresses = page.matches("http").count();
         let known =
             page.matches("http-equiv").count() + page.matches("http://www.w3.org/2000/svg").count();
-        assert_eq!(addresses, known, "only the name of SVG is an address");
+        assert_eq!(addresses, known, "only SVG's namespace is a URL");
     }
 
     #[test]
-    fn names_in_a_trace_are_data() {
+    fn names_in_a_trace_are_escaped() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("</title><b>.pickle");
         let path = path.display().to_string().replace("</title>", "<!--");
@@ -170,9 +171,9 @@ mod tests {
         assert_eq!(report["frames"][0], format!("{evil} ({evil}:7)"));
     }
 
-    /// What was there before the trace is told by its stack if the end of the file has it.
+    /// Memory from before the trace has its stack if the end of the file has it.
     #[test]
-    fn memory_from_before_the_trace_is_told_apart() {
+    fn memory_from_before_the_trace_is_separate() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("middle.pickle");
         let (a, b, new) = (1 << 40, 1 << 41, 1 << 42);
@@ -212,9 +213,9 @@ mod tests {
         assert!(kinds.contains('B') && kinds.contains('K'), "{kinds}");
     }
 
-    /// Addresses that no allocator of ours would choose: none of them agrees, and that is said.
+    /// Addresses that no allocator would choose: none agrees, and the report says so.
     #[test]
-    fn no_equal_address_is_not_called_close() {
+    fn a_replay_without_equal_addresses_is_not_called_close() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("odd.pickle");
         let events: Vec<Vec<u8>> =
@@ -229,7 +230,7 @@ mod tests {
         assert!(!findings.contains("close to"), "{findings}");
     }
 
-    /// The page says that the run died, how much it had, and what to give to find out more.
+    /// The page says that the run failed, how much memory it had, and which capacity to give.
     #[test]
     fn a_recorded_out_of_memory_leads_the_page() {
         let folder = tempfile::tempdir().unwrap();
@@ -247,12 +248,12 @@ mod tests {
         assert!(finding(1).contains("--capacity 974MiB"), "{}", finding(1));
         let told = String::from_utf8(output.stderr).unwrap();
         assert!(told.contains("ran out of memory") && told.contains("--capacity 974MiB"), "{told}");
-        // With a card to judge against, that is the answer.
+        // With a capacity, that is the first finding.
         let report = figures(&page(&capped, &["--capacity", "1GiB"]));
         assert!(!report["findings"].to_string().contains("says nothing about the card"));
     }
 
-    /// Small blocks in their tens of thousands, every other one free: the page stays small.
+    /// Tens of thousands of small blocks, every other one free: the page stays small.
     #[test]
     fn the_page_is_bounded() {
         let folder = tempfile::tempdir().unwrap();
@@ -265,7 +266,7 @@ mod tests {
             events.push(event("free_requested", block(i), 512, None));
             events.push(event("free_completed", block(i), 512, None));
         }
-        // The peak of reserved bytes comes when all the holes are there.
+        // The peak of reserved bytes comes when all holes exist.
         events.push(event("alloc", 1 << 42, 1 << 30, None));
         write_snapshot(&path, &events);
         let page = page(&path.display().to_string(), &[]);
@@ -274,7 +275,10 @@ mod tests {
         let mut rects = 0;
         for policy in report["policies"].as_array().unwrap() {
             rects += policy["map"]["rects"]["size"].as_array().unwrap().len();
-            assert!(policy["map"]["merged"].as_u64() > Some(0), "what is merged is said");
+            assert!(
+                policy["map"]["merged"].as_u64() > Some(0),
+                "the number of merged blocks is reported"
+            );
             maps_add_up(&policy["map"]);
             assert!(policy["reserved"]["hi"].as_array().unwrap().len() <= 1500);
         }
@@ -287,7 +291,7 @@ mod tests {
     }
 
     #[test]
-    fn the_file_is_named_after_the_trace_and_told_of() {
+    fn the_file_is_named_after_the_trace_and_reported() {
         let folder = tempfile::tempdir().unwrap();
         let run = |more: &[&str]| {
             let traces = fs::canonicalize(trace("graphs_serving")).unwrap();
@@ -306,7 +310,7 @@ mod tests {
         assert!(talk.contains("graphs_serving.html (2"), "{talk}");
         let first = fs::read(folder.path().join("graphs_serving.html")).unwrap();
         assert!(first.ends_with(b"</html>\n"));
-        // Twice the same, byte for byte, and nothing else is left in the folder.
+        // A second run writes the same bytes, and leaves nothing else in the folder.
         assert_eq!(run(&["-o", "graphs_serving.html"]).status.code(), Some(0));
         assert_eq!(fs::read(folder.path().join("graphs_serving.html")).unwrap(), first);
         assert_eq!(fs::read_dir(&folder).unwrap().count(), 1);

@@ -1,4 +1,4 @@
-//! Shortages as `cushion replay` and `cushion report` tell of them: the exit code, the words, the figures and
+//! Shortages in `cushion replay` and `cushion report`: the exit code, the messages, the figures and
 //! the receipts.
 
 #[cfg(test)]
@@ -12,7 +12,7 @@ mod tests {
 
     use super::support::{cushion, figures, page, receipt_lines, trace};
 
-    /// A run that PyTorch did not finish, on the card it ran out of.
+    /// Replays a run that PyTorch did not finish, on the card it ran out of.
     fn capped(more: &[&str]) -> (Option<i32>, String, String) {
         let trace = trace("llama_varlen.capped24");
         let output = cushion(&[&["replay", &trace, "--capacity", "24GiB"], more].concat());
@@ -25,7 +25,7 @@ mod tests {
     }
 
     #[test]
-    fn it_ends_as_pytorch_did_with_pytorchs_ladder() {
+    fn with_pytorchs_ladder_the_replay_ends_as_pytorch_did() {
         let (code, table, _) = capped(&["--ladder", "torch", "--policy", "segments"]);
         assert_eq!(code, Some(1));
         assert!(table.contains("at event 278444 a request of 3.79 GiB was refused"), "{table}");
@@ -35,7 +35,7 @@ mod tests {
     }
 
     #[test]
-    fn expandable_fits_and_segments_says_what_would_have() {
+    fn expandable_fits_and_segments_names_remedies() {
         let (code, table, _) = capped(&["--ladder", "graceful", "--policy", "expandable"]);
         assert_eq!(code, Some(0));
         assert!(table.ends_with("1 survived (by cached 1), 0 refused, 0.0 ms lost\n"), "{table}");
@@ -56,19 +56,19 @@ mod tests {
         let (code, rows, _) = capped(&[&args[..], &["--json"]].concat());
         let row = &json(&rows)[0];
         assert_eq!((code, &row["spilled_peak_bytes"]), (Some(0), &4_072_669_184_u64.into()));
-        // A byte too little is too little, and other options stay as they are asked for.
+        // One byte less is not enough, and other options stay as given.
         let little = ["--ladder", "graceful", "--policy", "segments", "--spill", "4072669183"];
         assert_eq!(capped(&little).0, Some(1));
         let conf = [&args[..], &["--conf", "spill_over_mb:4000"]].concat();
         assert_eq!(capped(&conf).0, Some(1));
-        // PyTorch has no such thing.
+        // PyTorch has no spilling.
         let (code, _, talk) = capped(&["--spill", "8GiB"]);
         assert_eq!(code, Some(2));
         assert!(talk.contains("--spill needs --ladder graceful"), "{talk}");
     }
 
     #[test]
-    fn json_counts_them() {
+    fn json_counts_shortages() {
         let (_, rows, _) = capped(&["--ladder", "graceful", "--json"]);
         for (row, refusals) in json(&rows).iter().zip([1, 0]) {
             let count = |key: &str| row[key].as_u64().unwrap();
@@ -101,7 +101,7 @@ mod tests {
         let read = cushion_trace::read_receipts(text.as_bytes()).unwrap();
         assert_eq!((read.latest.len(), read.tally.refused), (lines.len(), 1));
         assert_eq!(read.latest[segments.len() - 1].shortage.requested, 4_072_448_000);
-        // No shortage, no lines; and no place to write is an error.
+        // Without a shortage the file is empty; a path that cannot be written is an error.
         let fits = trace("stream_offload");
         assert_eq!(cushion(&["replay", &fits, "--receipts", &file]).status.code(), Some(0));
         assert_eq!(fs::read(&path).unwrap(), b"");
@@ -112,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn the_report_has_a_row_for_each() {
+    fn the_report_has_a_row_for_each_shortage() {
         let trace = trace("llama_varlen.capped24");
         let page = page(&trace, &["--capacity", "24GiB", "--ladder", "graceful"]);
         let shortages = &figures(&page)["shortages"];
@@ -133,7 +133,7 @@ mod tests {
         assert_eq!((&cached["rung"], &cached["ended"]), (&"cached".into(), &"served".into()));
         assert!(cached["won"].as_u64() > Some(0));
         assert_eq!(shortages[1]["rows"][0]["outcome"], "survived by cached");
-        // Nothing fell short: there is nothing to show.
+        // Without a shortage there is no section.
         let fits = figures(&super::support::page(&trace, &[]));
         assert_eq!(fits["shortages"], Value::Array(Vec::new()));
     }
@@ -145,7 +145,7 @@ mod tests {
         let file = path.display().to_string();
         let fits = trace("graphs_serving");
         let (survived, refused) = receipt_lines();
-        // Many that were survived, one that was refused long before, and one cut short.
+        // Many survived shortages, one refused long before, and a truncated line.
         let half = &survived[..survived.len() / 2];
         let text = [refused.as_str(), &survived.repeat(300), half].concat();
         fs::write(&path, &text).unwrap();
@@ -156,13 +156,13 @@ mod tests {
         assert_eq!((&run["all"], &run["torn"]), (&301.into(), &1.into()));
         let rows = run["rows"].as_array().unwrap();
         assert_eq!(rows.len(), 50);
-        assert_eq!(rows[0]["outcome"], "refused", "what was refused is always among them");
-        // A file with none is no section, and is said.
+        assert_eq!(rows[0]["outcome"], "refused", "a refused shortage is always shown");
+        // A file without receipts makes no section, and a message says so.
         fs::write(&path, "\n").unwrap();
         let output = cushion(&["report", &fits, "--receipts", &file, "-o", "-"]);
         assert_eq!(output.status.code(), Some(0));
         assert!(String::from_utf8_lossy(&output.stderr).contains("run.jsonl: no receipts"));
-        // What is no receipt is bad input.
+        // A line that is not a receipt is bad input.
         fs::write(&path, "{\"number\": \"one\"}\n").unwrap();
         for file in [file.as_str(), "/no/such/file.jsonl"] {
             let output = cushion(&["report", &fits, "--receipts", file, "-o", "-"]);
@@ -170,12 +170,12 @@ mod tests {
             assert!(output.stdout.is_empty());
             let talk = String::from_utf8_lossy(&output.stderr).into_owned();
             assert!(talk.contains(file), "{talk}");
-            assert!(file.starts_with("/no") || talk.contains("line 1 is no receipt"), "{talk}");
+            assert!(file.starts_with("/no") || talk.contains("line 1 is not a receipt"), "{talk}");
         }
     }
 
     #[test]
-    fn names_and_figures_in_receipts_are_data_and_bounded() {
+    fn names_and_figures_in_receipts_are_escaped_and_bounded() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("evil.jsonl");
         let evil = "</script><script>alert(1)</script>\u{2028}&amp;";
@@ -206,7 +206,7 @@ mod tests {
         assert_eq!(
             row["remedies"].as_array().map(Vec::len),
             Some(1),
-            "what it says is what it needs"
+            "the message has the needed bytes"
         );
     }
 }

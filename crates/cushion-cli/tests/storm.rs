@@ -1,4 +1,4 @@
-//! The storm as people run it. On virtual time its figures depend on the seed alone.
+//! `cushion storm`, run as a command. On virtual time its figures depend on the seed alone.
 
 #[cfg(test)]
 mod tests {
@@ -24,7 +24,7 @@ mod tests {
     }
 
     #[test]
-    fn the_ladder_saves_what_is_lost_without_it() {
+    fn the_ladder_saves_tasks_that_are_lost_without_it() {
         let output = storm(&["--seeds", "20", "--json"]);
         assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
         assert_eq!(text(&output.stderr), "");
@@ -71,7 +71,7 @@ mod tests {
     }
 
     #[test]
-    fn a_seed_can_be_run_again() {
+    fn a_seed_is_reproducible() {
         let args = ["--seeds", "6", "--first-seed", "90", "--json"];
         let first = text(&storm(&args).stdout);
         assert_eq!(first, text(&storm(&args).stdout), "the same seeds, another run");
@@ -94,7 +94,7 @@ mod tests {
     }
 
     #[test]
-    fn a_task_that_cannot_be_run_alone_is_not_expected_to_finish() {
+    fn a_task_that_cannot_run_alone_need_not_finish() {
         let args = ["--seeds", "3", "--device-ratio", "0.3", "--ladder", "graceful", "--json"];
         let output = storm(&args);
         assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
@@ -105,7 +105,7 @@ mod tests {
     }
 
     #[test]
-    fn real_threads_weather_it_too() {
+    fn real_threads_pass_too() {
         let shape = ["--tasks", "5", "--allocations", "15", "--device-ratio", "1.1"];
         let output = storm(&[&["--real-threads", "--seeds", "2", "--json"], &shape[..]].concat());
         assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));

@@ -1,9 +1,9 @@
-//! What an allocate-and-free pair costs on the CPU: the lines of the tables in the documentation.
+//! CPU time of an allocate-and-free pair: the rows of the tables in the documentation.
 //!
-//! Each row is the median of several runs, in nanoseconds per pair. Ratios between rows of one run
-//! mean something; absolute figures depend on the machine.
+//! Each row is the median of several runs, in nanoseconds per pair. Compare rows of one run with
+//! each other; absolute figures depend on the machine.
 
-#![expect(clippy::print_stdout, reason = "the bench's table is its output")]
+#![expect(clippy::print_stdout, reason = "the bench prints a table")]
 #![expect(clippy::disallowed_methods, reason = "a bench measures real time")]
 
 use std::hint::black_box;
@@ -27,7 +27,7 @@ fn engine_with(policy: Policy, ladder: Ladder) -> Engine<SimDriver> {
     engine
 }
 
-/// Nanoseconds per pair of the median run.
+/// Returns the nanoseconds per pair of the median run.
 fn median(mut run: impl FnMut()) -> f64 {
     let mut times: Vec<f64> = (0..RUNS)
         .map(|_| {
@@ -56,7 +56,7 @@ fn churn(policy: Policy, live: usize) -> f64 {
     median(|| (0..PAIRS).for_each(|_| churn.pair()))
 }
 
-/// Pairs from several threads at once, on one stream.
+/// Runs pairs on several threads at once, on one stream.
 fn threads(policy: Policy, count: u32) -> f64 {
     let engine = engine(policy);
     median(|| {
@@ -73,8 +73,9 @@ fn threads(policy: Policy, count: u32) -> f64 {
     })
 }
 
-/// How long the ladder `graceful` takes over `torch`, which only matters when memory runs out: pairs of turns of
-/// a few milliseconds each, one after the other, so that the machine's moods meet both alike.
+/// Returns the time of the ladder `graceful` divided by that of `torch`. The ladders differ only
+/// when memory runs out, so the ratio should be 1. Turns of a few milliseconds alternate between
+/// the two, so that noise of the machine affects both alike.
 fn over_torch(mut run: [impl FnMut(); 2]) -> f64 {
     const TURNS: usize = 400;
     let mut ratios: Vec<f64> = (0..TURNS)

@@ -1,10 +1,10 @@
-//! What the engine costs where something has grown large: very many streams, pending frees, blocks, ranges or pools.
+//! CPU time of the engine with very many streams, pending frees, blocks, stitches or pools.
 //!
-//! Each row is one function, and the median of several runs. Where many driver calls are made, the time is the engine's
-//! own, without that of the simulated driver. What a real driver would take is left out. An argument runs the rows whose names
-//! have it in them.
+//! Each row is one function, and the median of several runs. In rows with many driver calls, the
+//! time of the simulated driver is subtracted. The time of a real driver is not included. With an
+//! argument, only the rows run whose names contain it.
 
-#![expect(clippy::print_stdout, reason = "the bench's table is its output")]
+#![expect(clippy::print_stdout, reason = "the bench prints a table")]
 #![expect(clippy::disallowed_methods, reason = "a bench measures real time")]
 
 mod common;
@@ -28,33 +28,34 @@ fn gpu(policy: Policy, capacity: u64) -> Gpu {
     let clock = Arc::new(RealClock::default());
     let engine = Engine::with_config(driver, EngineConfig { clock, ..EngineConfig::default() });
     engine.set_policy(policy);
-    engine.configure("wait_ms:0,trim_ms:0").expect("options that there are");
+    engine.configure("wait_ms:0,trim_ms:0").expect("valid options");
     engine
 }
 
-/// Microseconds that `run` takes, with those of the driver.
+/// Returns the microseconds that `run` takes, including the driver.
 fn micros(run: impl FnOnce()) -> f64 {
     let start = Instant::now();
     run();
     start.elapsed().as_secs_f64() * 1e6
 }
 
-/// A row with one figure for each policy.
+/// Prints a row with one figure for each policy.
 fn for_each_policy(name: &str, unit: &str, row: impl Fn(Policy) -> f64) {
     let [segments, expandable, paged] = Policy::ALL.map(row);
     println!("{name:<58} {segments:>12.1} {expandable:>12.1} {paged:>12.1} {unit}");
 }
 
+/// Prints a row with one figure.
 fn one(name: &str, value: f64, unit: &str) {
     println!("{name:<58} {value:>38.1} {unit}");
 }
 
 // ---- pending frees ----
 
-/// A request is refused beside 32,000 blocks in a row that wait for another stream.
-fn refusal_beside_pending_neighbours() {
+/// A request is refused while 32,000 neighbouring blocks are pending on another stream.
+fn refusal_with_pending_neighbours() {
     const COUNT: u64 = 32_000;
-    for_each_policy("refusal beside 32,000 pending neighbours", "µs", |policy| {
+    for_each_policy("refusal with 32,000 neighbouring pending blocks", "µs", |policy| {
         let gpu = gpu(policy, COUNT * 2 * MIB + GIB);
         let blocks: Vec<u64> =
             (0..COUNT).map(|_| gpu.alloc(2 * MIB, MAIN).expect("memory")).collect();
@@ -68,21 +69,21 @@ fn refusal_beside_pending_neighbours() {
         let refused = || {
             own_micros(&gpu, || {
                 let refused = gpu.alloc(COUNT * 2 * MIB + 512 * MIB, MAIN);
-                assert!(refused.is_err(), "there is less");
+                assert!(refused.is_err(), "the device is smaller");
             })
         };
         median((0..3).map(|_| refused()).collect())
     });
 }
 
-/// An allocation and its free, while 10,000 streams have one free each that is not done.
+/// An allocation and its free, while 10,000 streams have one pending free each.
 fn pair_with_pending_streams() {
     const STREAMS: u64 = 10_000;
     for_each_policy("pair with a pending free on each of 10,000 streams", "µs", |policy| {
         let gpu = gpu(policy, 4096 * GIB);
         for stream in 0..STREAMS {
             let own = StreamId(stream);
-            // What stays, so that there is something to find.
+            // This block stays live. The free rest of its segment serves the pairs below.
             gpu.alloc(4 << 10, own).expect("memory");
             let block = gpu.alloc(4 << 10, own).expect("memory");
             let other = StreamId((stream + 1) % STREAMS);
@@ -107,10 +108,10 @@ fn pair_with_pending_streams() {
     });
 }
 
-// ---- giving back ----
+// ---- releasing memory ----
 
-/// All is given back, of 10,000 streams that have something each.
-fn emptying_with_many_streams() {
+/// `empty_cache` with cached memory of 10,000 streams.
+fn empty_cache_with_many_streams() {
     for_each_policy("empty_cache with 10,000 streams", "ms", |policy| {
         let run = || {
             let gpu = gpu(policy, 4096 * GIB);
@@ -120,22 +121,22 @@ fn emptying_with_many_streams() {
                     gpu.free(block).expect("a live address");
                 }
             }
-            own_micros(&gpu, || gpu.empty_cache().expect("a sound driver")) / 1e3
+            own_micros(&gpu, || gpu.empty_cache().expect("a working driver")) / 1e3
         };
         median((0..5).map(|_| run()).collect())
     });
 }
 
-/// All is given back, of some 2,000 pages that some 1,000 stitched ranges are made of.
-fn giving_back_ranges() {
+/// `empty_cache` with about 2,000 pages that make up about 1,000 stitches.
+fn releasing_stitches() {
     let gpu = gpu(Policy::Paged, 64 * GIB);
-    gpu.configure("page_mb:2").expect("an option that there is");
+    gpu.configure("page_mb:2").expect("a valid option");
     let whole = 4 * GIB;
     for _ in 0..3 {
         let block = gpu.alloc(whole, MAIN).expect("memory");
         gpu.free(block).expect("a live address");
     }
-    gpu.empty_cache().expect("a sound driver");
+    gpu.empty_cache().expect("a working driver");
     let blocks: Vec<u64> =
         (0..whole / (6 * MIB)).map(|_| gpu.alloc(6 * MIB, MAIN).expect("memory")).collect();
     for &block in blocks.iter().step_by(2) {
@@ -148,9 +149,9 @@ fn giving_back_ranges() {
     }
     let figures = gpu.page_figures();
     let before = gpu.driver().counts();
-    let time = own_micros(&gpu, || gpu.empty_cache().expect("a sound driver")) / 1e3;
+    let time = own_micros(&gpu, || gpu.empty_cache().expect("a working driver")) / 1e3;
     let after = gpu.driver().counts();
-    let name = format!("giving back {} ranges over {} pages", figures.ranges, figures.pages);
+    let name = format!("releasing {} stitches over {} pages", figures.ranges, figures.pages);
     one(&name, time, "ms");
     #[expect(clippy::cast_precision_loss, reason = "counts of calls")]
     let (calls, unmaps) = (
@@ -161,18 +162,20 @@ fn giving_back_ranges() {
     one("    of which unmap", unmaps, "");
 }
 
-// ---- what is kept ----
+// ---- metadata ----
 
-/// Pairs beside a million live blocks; then a request that is refused.
-fn beside_a_million_blocks() {
+/// Pairs with a million live blocks, then a refused request.
+fn with_a_million_blocks() {
     const LIVE: usize = 1_000_000;
     let engines = Policy::ALL.map(|policy| {
         let gpu = gpu(policy, 64 * GIB);
         let live: Vec<u64> = (0..LIVE).map(|_| gpu.alloc(4 << 10, MAIN).expect("memory")).collect();
         (policy, gpu, live)
     });
-    let of = |policy: Policy| engines.iter().find(|(it, ..)| *it == policy).expect("all of them");
-    for_each_policy("pair beside a million live blocks", "ns", |policy| {
+    let of = |policy: Policy| {
+        engines.iter().find(|(it, ..)| *it == policy).expect("an engine for each policy")
+    };
+    for_each_policy("pair with a million live blocks", "ns", |policy| {
         let (_, gpu, live) = of(policy);
         let mut at = 1_u64;
         let pairs = 20_000_u32;
@@ -181,7 +184,8 @@ fn beside_a_million_blocks() {
             let time = micros(|| {
                 for _ in 0..pairs {
                     at = at.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-                    let index = usize::try_from((at >> 33) % LIVE as u64).expect("a few");
+                    let index =
+                        usize::try_from((at >> 33) % LIVE as u64).expect("an index of a block");
                     gpu.free(live[index]).expect("a live address");
                     live[index] = gpu.alloc(black_box(4 << 10), MAIN).expect("memory");
                 }
@@ -190,26 +194,26 @@ fn beside_a_million_blocks() {
         };
         median((0..9).map(|_| run()).collect())
     });
-    for_each_policy("refusal beside a million live blocks", "ms", |policy| {
+    for_each_policy("refusal with a million live blocks", "ms", |policy| {
         let (_, gpu, _) = of(policy);
         let refused = || {
             micros(|| {
-                assert!(gpu.alloc(63 * GIB, MAIN).is_err(), "there is less");
+                assert!(gpu.alloc(63 * GIB, MAIN).is_err(), "the device is smaller");
             }) / 1e3
         };
         median((0..3).map(|_| refused()).collect())
     });
 }
 
-/// The figures are read, after 50,000 streams had something, all at once, and none has any more.
-fn figures_after_many_streams() {
-    for_each_policy("stats() after 50,000 streams came and went", "µs", |policy| {
+/// `stats` after 50,000 streams have allocated memory and released it again.
+fn stats_after_many_streams() {
+    for_each_policy("stats() after 50,000 streams were used and emptied", "µs", |policy| {
         let gpu = gpu(policy, 1024 * GIB);
         for stream in (1..=50_000).map(StreamId) {
             let block = gpu.alloc(4 << 10, stream).expect("memory");
             gpu.free(block).expect("a live address");
             if stream.0 % 5_000 == 0 {
-                gpu.empty_cache().expect("a sound driver");
+                gpu.empty_cache().expect("a working driver");
             }
         }
         median((0..9).map(|_| micros(|| drop(black_box(gpu.stats())))).collect())
@@ -218,7 +222,7 @@ fn figures_after_many_streams() {
 
 // ---- addresses ----
 
-/// 1,000 graphs have a pool each, of 2 MiB and 4 KiB.
+/// 1,000 graphs have a private pool each, with a block of 2 MiB and one of 4 KiB.
 fn addresses_of_graph_pools() {
     const TOTAL: u64 = 140 * GIB;
     for_each_policy("addresses for 1,000 graph pools / the device's memory", "", |policy| {
@@ -239,12 +243,12 @@ fn addresses_of_graph_pools() {
 
 fn main() {
     let rows: [(&str, fn()); 7] = [
-        ("refusal", refusal_beside_pending_neighbours),
+        ("refusal", refusal_with_pending_neighbours),
         ("pending", pair_with_pending_streams),
-        ("empty_cache", emptying_with_many_streams),
-        ("ranges", giving_back_ranges),
-        ("million", beside_a_million_blocks),
-        ("stats", figures_after_many_streams),
+        ("empty_cache", empty_cache_with_many_streams),
+        ("stitches", releasing_stitches),
+        ("million", with_a_million_blocks),
+        ("stats", stats_after_many_streams),
         ("pools", addresses_of_graph_pools),
     ];
     let asked: Vec<String> = std::env::args().skip(1).filter(|it| !it.starts_with('-')).collect();

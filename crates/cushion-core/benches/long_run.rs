@@ -1,12 +1,13 @@
-//! A long run under `paged`: a billion operations of a program whose working set grows and shrinks and whose shapes
-//! change all the time. What is held has to come down again with what is live, addresses and metadata have to stay within
-//! their bounds, and everything has to be consistent.
+//! A long run under `paged`: a billion operations of a program whose working set grows and shrinks
+//! and whose sizes change all the time. Reserved bytes must follow live bytes down, addresses and
+//! metadata must stay within their bounds, and the invariants must hold.
 //!
-//! `cargo bench -p cushion-core --bench long_run -- [OPERATIONS]`, a billion unless told. The device and its clock are
-//! simulated; a phase of a million operations takes ten minutes of its time, and between phases the program does
-//! nothing for a minute: then what is free and could go has to be gone.
+//! `cargo bench -p cushion-core --bench long_run -- [OPERATIONS]`; the default is a billion. The
+//! device and its clock are simulated. A phase of a million operations takes ten minutes of
+//! simulated time. Between phases the program does nothing for a minute, after which every free
+//! page must be released.
 
-#![expect(clippy::print_stdout, reason = "the bench's table is its output")]
+#![expect(clippy::print_stdout, reason = "the bench prints a table")]
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -16,9 +17,10 @@ use cushion_core::{Clock, Engine, EngineConfig, Policy, SimClock, SimConfig, Sim
 
 const GIB: u64 = 1 << 30;
 const DEVICE: u64 = 80 * GIB;
-/// How often the thread of a program looks, and how many looks may pass before memory is back: a minute.
-const BETWEEN_LOOKS: Duration = Duration::from_secs(2);
-const LOOKS: u32 = 30;
+/// Time between two calls of `trim`.
+const TRIM_PERIOD: Duration = Duration::from_secs(2);
+/// Number of `trim` calls until free memory must be released: one minute.
+const TRIMS: u32 = 30;
 /// Operations in a phase.
 const PHASE: u64 = 1_000_000;
 
@@ -43,22 +45,22 @@ fn main() {
         }
     }
     run.end(&sim);
-    println!("everything was given back; {worst:?}");
+    println!("all memory was released; {worst:?}");
 }
 
-/// The most that was seen.
+/// The largest figures of the run.
 #[derive(Debug, Default)]
 struct Worst {
-    ranges: usize,
+    stitches: usize,
     addresses_gib: u64,
     pages: usize,
     blocks: u64,
-    /// What could be given back and was not, once a program had nothing to do for a while.
+    /// Free memory that was not released while the program was idle.
     idle_free_mib: u64,
     refused: u64,
 }
 
-/// A number below `end`.
+/// Returns a random number below `end`.
 fn below(random: &mut Random, end: u64) -> u64 {
     random.next() % end
 }
@@ -71,12 +73,12 @@ struct Run<'a> {
 }
 
 impl Run<'_> {
-    /// A working set of some size, in some shapes, for a million operations.
+    /// Runs a million operations with a random working set and random sizes.
     fn phase(&mut self) {
         let target = (1 + below(&mut self.random, 60)) * GIB;
-        let shapes: Vec<u64> = (0..4 + below(&mut self.random, 60))
+        let sizes: Vec<u64> = (0..4 + below(&mut self.random, 60))
             .map(|_| {
-                // As in real programs, most are small; the largest are a few hundred MiB.
+                // As in real programs, most sizes are small; the largest is a few hundred MiB.
                 let scale =
                     below(&mut self.random, 12) + 8 * u64::from(below(&mut self.random, 8) == 0);
                 512 + below(&mut self.random, (512 << scale).min(target / 16))
@@ -86,13 +88,13 @@ impl Run<'_> {
         for operation in 0..PHASE {
             if operation.is_multiple_of(PHASE / 600) {
                 self.clock.advance(Duration::from_secs(1));
-                self.engine.trim().expect("a driver that works");
+                self.engine.trim().expect("a working driver");
             }
             let grows = bytes < target && !below(&mut self.random, 16).is_multiple_of(5);
             if grows && self.live.len() < 20_000 {
-                let shape = below(&mut self.random, shapes.len() as u64);
-                let size = shapes[usize::try_from(shape).unwrap_or(0)];
-                // Where it is refused, the program makes room.
+                let index = below(&mut self.random, sizes.len() as u64);
+                let size = sizes[usize::try_from(index).unwrap_or(0)];
+                // If the request is refused, the program frees a block.
                 if let Ok(address) = self.engine.alloc(size, StreamId(0)) {
                     self.live.push((address, size));
                     bytes += size;
@@ -108,27 +110,27 @@ impl Run<'_> {
         }
     }
 
-    /// Nothing to do for a while: most of it is freed, and what is held has to follow.
+    /// Frees most blocks and idles for a minute. Free memory must be released by then.
     fn rest(&mut self, worst: &mut Worst) {
         let kept = self.live.len() / 10;
         for (address, _) in self.live.drain(kept..) {
             self.engine.free(address).expect("a live address");
         }
         let figures = self.engine.page_figures();
-        worst.ranges = worst.ranges.max(figures.ranges);
+        worst.stitches = worst.stitches.max(figures.ranges);
         worst.addresses_gib = worst.addresses_gib.max(figures.addresses / GIB);
         worst.pages = worst.pages.max(figures.pages);
         let stats = self.engine.stats();
         worst.blocks = worst.blocks.max(stats.blocks());
         worst.refused = stats.shortages_refused;
-        for _ in 0..LOOKS {
-            self.clock.advance(BETWEEN_LOOKS);
-            self.engine.trim().expect("a driver that works");
+        for _ in 0..TRIMS {
+            self.clock.advance(TRIM_PERIOD);
+            self.engine.trim().expect("a working driver");
         }
-        self.engine.check_invariants().expect("everything is consistent");
+        self.engine.check_invariants().expect("the invariants hold");
         let stats = self.engine.stats();
         let (held, live) = (stats.reserved_bytes.all.current, stats.active_bytes.all.current);
-        // What is left lies on pages that are partly used.
+        // The remaining free memory is on pages that are partly in use.
         let free = self.engine.page_figures().free;
         assert!(free <= held / 64 + (80 << 20), "{free} free of {held} held, {live} live");
         worst.idle_free_mib = worst.idle_free_mib.max(free >> 20);
@@ -138,8 +140,8 @@ impl Run<'_> {
         for (address, _) in self.live.drain(..) {
             self.engine.free(address).expect("a live address");
         }
-        self.engine.empty_cache().expect("a driver that works");
-        self.engine.check_invariants().expect("everything is consistent");
-        assert_eq!(sim.held(), 0, "memory is left");
+        self.engine.empty_cache().expect("a working driver");
+        self.engine.check_invariants().expect("the invariants hold");
+        assert_eq!(sim.held(), 0, "memory is still reserved");
     }
 }

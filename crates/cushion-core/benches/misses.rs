@@ -1,9 +1,9 @@
-//! What a miss costs on the CPU where there is much to look at: it must not grow with what is there.
+//! CPU time of a miss with many free blocks and pages: it must not grow with their number.
 //!
-//! Each row is one case, on a simulated device, whose calls are taken off: the time is the engine's own. Ratios within a
-//! row mean something; absolute figures depend on the machine.
+//! Each row is one case on a simulated device. The time of the device's calls is subtracted.
+//! Compare the figures of one row with each other; absolute figures depend on the machine.
 
-#![expect(clippy::print_stdout, reason = "the bench's table is its output")]
+#![expect(clippy::print_stdout, reason = "the bench prints a table")]
 #![expect(clippy::disallowed_methods, reason = "a bench measures real time")]
 
 mod common;
@@ -18,23 +18,24 @@ const STREAM: StreamId = StreamId(0);
 fn engine(policy: Policy, conf: &str) -> Gpu {
     let engine = Engine::new(Timed::new(SimConfig::with_capacity(512 * GIB)));
     engine.set_policy(policy);
-    engine.configure(conf).expect("options that are valid");
-    // What a program loads before it frees anything is laid out in another way.
+    engine.configure(conf).expect("valid options");
+    // Memory has another layout while a program loads, until it has freed more than is live.
     for _ in 0..3 {
         let block = engine.alloc(8 * GIB, STREAM).expect("memory");
         engine.free(block).expect("a live address");
     }
-    engine.empty_cache().expect("a driver that works");
+    engine.empty_cache().expect("a working driver");
     engine
 }
 
-fn free_every_second(engine: &Gpu, blocks: &[u64], odd: usize) {
-    for block in blocks.iter().skip(odd).step_by(2) {
+/// Frees every second block, from index `first`.
+fn free_every_second(engine: &Gpu, blocks: &[u64], first: usize) {
+    for block in blocks.iter().skip(first).step_by(2) {
         engine.free(*block).expect("a live address");
     }
 }
 
-/// The median of the misses among requests that no free block of so many serves.
+/// Returns the median time of a miss among `free` free blocks, none of which serves it.
 fn miss_among(policy: Policy, free: u64) -> f64 {
     let engine = engine(policy, "wait_ms:0");
     let size = |n: u64| MIB + MIB / 8 + n % 7 * 4096;
@@ -67,18 +68,19 @@ fn fragments(free: u64) {
     );
 }
 
-/// Every second page is free, and the others are gone.
+/// Returns an engine in which every second page is free, and the others are unmapped.
 fn comb(pages: u64) -> Gpu {
     let engine = engine(Policy::Paged, "page_mb:2,trim_ms:0,wait_ms:0");
     let blocks: Vec<u64> =
         (0..2 * pages).map(|_| engine.alloc(2 * MIB, STREAM).expect("memory")).collect();
     free_every_second(&engine, &blocks, 0);
-    engine.empty_cache().expect("a driver that works");
+    engine.empty_cache().expect("a working driver");
     free_every_second(&engine, &blocks, 1);
     engine
 }
 
-/// A request that reaches over a comb and as far again, beside one for as many fresh pages in a row.
+/// Compares a request that covers a comb of free pages with a request that needs as many new pages
+/// without holes.
 fn over_a_comb(pages: u64, bytes: u64) {
     let held = |engine: &Gpu| engine.stats().reserved_bytes.all.current;
     let (mut times, mut plain) = (Vec::new(), Vec::new());
@@ -97,7 +99,7 @@ fn over_a_comb(pages: u64, bytes: u64) {
     let (took, plain) = (median(times), median(plain));
     println!(
         "a miss of {:>6} MiB over a comb of {pages:>5} pages {took:>10.1} us  \
-         {:>8.1} x as many fresh pages in a row, {plain:.1} us",
+         {:>8.1} x as many new pages without holes, {plain:.1} us",
         bytes / MIB,
         took / plain
     );
@@ -110,7 +112,7 @@ fn main() {
         ("comb", || over_a_comb(8_000, 256 * MIB)),
         ("comb", || over_a_comb(8_000, 64_000 * MIB)),
     ];
-    // The names of rows may follow.
+    // Arguments are names of rows.
     let wanted: Vec<String> = std::env::args().skip(1).filter(|it| !it.starts_with('-')).collect();
     for (name, row) in rows {
         if wanted.is_empty() || wanted.iter().any(|it| it == name) {

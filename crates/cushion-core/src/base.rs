@@ -1,4 +1,5 @@
-//! What every room stands on: identifiers, tables, sizes and time. Nothing here knows of memory.
+//! Basic types for all rooms: identifiers, tables, sizes, time and random numbers. Nothing here
+//! knows about device memory.
 
 pub(crate) mod bytes;
 pub(crate) mod check;

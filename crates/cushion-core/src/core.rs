@@ -1,7 +1,7 @@
 //! The core: everything that the engine's lock protects, and the lock.
 //!
-//! [`Shared`] is what all threads share: the driver, the clock, the figures and the lock. [`Locked`] is the core while the
-//! lock is held; `serve.rs` serves requests with it, and `free.rs` frees.
+//! [`Shared`] is shared by all threads: the driver, the clock, the figures and the lock. [`Locked`]
+//! is the core while the lock is held; `serve.rs` serves requests with it, and `free.rs` frees.
 
 pub(crate) mod attempt;
 mod check;
@@ -17,7 +17,7 @@ use crate::backing::Backing;
 use crate::base::clock::{Bell, Clock};
 use crate::base::looks::Looks;
 use crate::demand::Demand;
-use crate::driver::{Driver, DriverResult, Properties, StreamId};
+use crate::driver::{Driver, DriverResult, Properties};
 use crate::heap::Heap;
 use crate::ledger::Ledger;
 use crate::ledger::history::History;
@@ -40,11 +40,18 @@ pub(crate) struct Core<D> {
     pub(crate) demand: Demand,
     pub(crate) history: History,
     pub(crate) options: Options,
-    /// The policy that was asked for last.
-    pub(crate) policy: Policy,
-    ladder: Ladder,
-    pub(crate) told_later: ToldLater,
+    pub(crate) setup: Setup,
     looks: Looks,
+}
+
+/// State that hits and frees do not read.
+#[derive(Debug)]
+pub(crate) struct Setup {
+    /// The policy in force.
+    pub(crate) policy: Policy,
+    pub(crate) ladder: Ladder,
+    /// Tags of unfinished receipts.
+    pub(crate) told_later: ToldLater,
 }
 
 /// The core while the lock is held.
@@ -53,12 +60,10 @@ pub(crate) struct Locked<'lock, D> {
     pub(crate) mem: Mem<'lock, D>,
     pub(crate) policies: &'lock mut Policies<D>,
     pub(crate) demand: &'lock mut Demand,
-    pub(crate) told_later: &'lock mut ToldLater,
-    pub(crate) ladder: Ladder,
-    pub(crate) policy: Policy,
+    pub(crate) setup: &'lock mut Setup,
 }
 
-/// What all threads share.
+/// The state that all threads share.
 #[derive(Debug)]
 pub(crate) struct Shared<D> {
     pub(crate) driver: D,
@@ -67,10 +72,11 @@ pub(crate) struct Shared<D> {
     pub(crate) counters: Counters,
     lanes: Arc<Lanes>,
     core: Mutex<Core<D>>,
-    /// How often the lock above was taken.
+    /// How often the lock was taken.
     times_locked: AtomicU64,
-    /// Read by threads that let the driver wait without the lock above, which a capture forbids; written by threads after
-    /// which a capture may begin. Taken before the lock above.
+    /// Held for reading by threads that let the driver wait without the engine's lock, which a
+    /// capture forbids. Held for writing by threads after which a capture may begin. Taken before
+    /// the engine's lock.
     captures: RwLock<()>,
 }
 
@@ -103,9 +109,7 @@ impl<D: Driver> Shared<D> {
             demand: Demand::default(),
             history: History::default(),
             options,
-            policy,
-            ladder,
-            told_later: ToldLater::default(),
+            setup: Setup { policy, ladder, told_later: ToldLater::default() },
             looks: Looks::default(),
         };
         Self {
@@ -122,13 +126,15 @@ impl<D: Driver> Shared<D> {
 
     // ---- the lock ----
 
-    /// Runs `f` with the lock held. If another thread panicked while it held the lock, its change may be half done; later
-    /// calls go on all the same, rather than lose every allocation.
+    /// Runs `f` with the lock held. If another thread panicked while it held the lock, its change
+    /// may be half done. Later calls go on nevertheless, because otherwise every allocation would
+    /// be lost.
     pub(crate) fn locked<T>(&self, f: impl FnOnce(Locked<'_, D>) -> T) -> T {
         f(self.open(&mut self.lock()))
     }
 
-    /// The core of a lock that is held, open for changes.
+    /// Returns the core behind a lock that is held.
+    #[inline]
     pub(crate) fn open<'lock>(&'lock self, core: &'lock mut Core<D>) -> Locked<'lock, D> {
         let Core { heap, backing, streams, policies, demand, history, .. } = core;
         let ledger = Ledger::new(&self.counters, history, &*self.clock);
@@ -139,15 +145,14 @@ impl<D: Driver> Shared<D> {
             ledger,
             options: &core.options,
             driver: &self.driver,
-            device: self.device,
+            device: &self.device,
             looks: &core.looks,
         };
-        let (ladder, policy) = (core.ladder, core.policy);
-        Locked { mem, policies, demand, told_later: &mut core.told_later, ladder, policy }
+        Locked { mem, policies, demand, setup: &mut core.setup }
     }
 
-    /// The lock. It is held for less time than it takes to put a thread to sleep and to wake it, unless the driver is being
-    /// asked: so it spins for a moment before waiting.
+    /// Takes the lock. It is usually held for less time than it takes to put a thread to sleep and
+    /// wake it, so this spins for a moment before it waits.
     pub(crate) fn lock(&self) -> MutexGuard<'_, Core<D>> {
         const LOOKS: u32 = 60;
         const PAUSES: u32 = 10;
@@ -162,24 +167,24 @@ impl<D: Driver> Shared<D> {
         let guard = (0..LOOKS).find_map(look);
         let guard =
             guard.unwrap_or_else(|| self.core.lock().unwrap_or_else(PoisonError::into_inner));
-        // Nobody else counts while the lock is held.
+        // Only the holder of the lock writes this count.
         self.times_locked.store(self.times_locked.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
         guard
     }
 
-    /// How often the lock was taken so far. Takes no lock.
+    /// Returns how often the lock was taken so far. Takes no lock.
     pub(crate) fn times_locked(&self) -> u64 {
         self.times_locked.load(Ordering::Relaxed)
     }
 
-    /// Changes something that may help requests that wait, and wakes them.
+    /// Runs `f`, which may help requests that wait, and wakes them.
     pub(crate) fn changing<T>(&self, f: impl FnOnce(Locked<'_, D>) -> T) -> T {
         let result = self.locked(f);
         self.wake();
         result
     }
 
-    /// Memory was freed: wakes requests that wait for it.
+    /// Wakes requests that wait for memory, after memory was freed.
     #[cold]
     pub(crate) fn wake(&self) {
         ring(self.locked(|core| core.demand.queue.changed()));
@@ -187,12 +192,14 @@ impl<D: Driver> Shared<D> {
 
     // ---- captures ----
 
-    /// Until this is dropped, allocations do not begin to go to a private pool, so that no capture begins.
+    /// Prevents allocations from starting to go to a private pool, and so captures from starting,
+    /// until the guard is dropped.
     pub(crate) fn no_capture_begins(&self) -> RwLockReadGuard<'_, ()> {
         self.captures.read().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// As [`no_capture_begins`](Self::no_capture_begins), unless a capture may be under way.
+    /// Like [`no_capture_begins`](Self::no_capture_begins). Returns `None` if a capture may be
+    /// under way.
     pub(crate) fn outside_captures(&self) -> Option<RwLockReadGuard<'_, ()>> {
         let guard = self.no_capture_begins();
         (!self.is_recording()).then_some(guard)
@@ -200,23 +207,22 @@ impl<D: Driver> Shared<D> {
 
     /// Runs `f`, after which a capture may begin, while no thread lets the driver wait.
     pub(crate) fn beginning_capture<T>(&self, f: impl FnOnce(Locked<'_, D>) -> T) -> T {
-        let _nobody_waits = self.captures.write().unwrap_or_else(PoisonError::into_inner);
+        let _no_driver_waits = self.captures.write().unwrap_or_else(PoisonError::into_inner);
         self.locked(f)
     }
 
-    /// Whether allocations go to a private pool, so that a capture may be under way.
+    /// Returns whether allocations go to a private pool, so that a capture may be under way.
     pub(crate) fn is_recording(&self) -> bool {
         self.locked(|core| core.mem.is_recording())
     }
 
     // ---- waiting for the device ----
 
-    /// Waits for all work on the device, with no lock held, and completes the frees that waited for it. No capture may be
-    /// under way, or begin.
+    /// Waits for all work on the device, with no lock held, and completes the frees that waited for
+    /// it. No capture may be under way or begin.
     pub(crate) fn wait_for_device(&self) -> DriverResult<Proof> {
         let until = self.locked(|core| core.mem.streams.now());
-        // Any stream's name will do: the driver waits for all of them.
-        self.driver.stream_synchronize(StreamId(0))?;
+        Streams::wait_for_device(&self.driver)?;
         let proof = Proof::of_device(until);
         self.locked(|mut core| {
             core.mem.streams.device_waited_for(core.mem.heap, proof);
@@ -225,8 +231,8 @@ impl<D: Driver> Shared<D> {
         Ok(proof)
     }
 
-    /// Completes the frees that other streams are done with, all of them, some at a time; returns their bytes, or `None`
-    /// while a capture may be under way.
+    /// Completes all frees that other streams are done with, some at a time. Returns their bytes,
+    /// or `None` while a capture may be under way.
     pub(crate) fn complete_frees(&self) -> DriverResult<Option<u64>> {
         let mut won = 0;
         for _ in 0..self.locked(|core| core.mem.streams.rounds()).max(1) {
@@ -240,7 +246,7 @@ impl<D: Driver> Shared<D> {
 
     // ---- figures, without the lock ----
 
-    /// All figures now. The list of lanes has a lock of its own, held for a moment.
+    /// Returns all figures. The list of lanes has its own lock, held for a moment.
     pub(crate) fn stats(&self) -> Stats {
         self.counters.read(&self.lanes)
     }
@@ -249,7 +255,7 @@ impl<D: Driver> Shared<D> {
         &self.lanes
     }
 
-    /// Bytes live or pending, and reserved.
+    /// Returns the live and pending bytes, and the reserved bytes.
     pub(crate) fn active_and_reserved(&self) -> (u64, u64) {
         self.counters.active_and_reserved()
     }

@@ -1,4 +1,4 @@
-//! Demand: who asks for memory, who waits for it and in what order, and whose requests are made to fail.
+//! Demand: the owners of requests, the queue of requests that wait, and injected failures.
 
 pub(crate) mod asked;
 pub(crate) mod backoff;
@@ -11,7 +11,7 @@ use crate::base::check::{Violation, ensure};
 use crate::base::names::Owner;
 use crate::options::inject::{Injected, Injection};
 
-/// What requests have to look at before they take memory.
+/// What every request checks before it takes memory.
 #[derive(Debug)]
 pub(crate) struct Demand {
     pub(crate) queue: Queue,
@@ -19,7 +19,7 @@ pub(crate) struct Demand {
     leader: Owner,
     /// Requests that are made to fail, if any.
     injection: Option<Injection>,
-    /// Whether a request waits or a failure is injected: a hit looks at nothing else.
+    /// Whether a request waits or a failure is injected. A hit checks only this flag.
     attention: bool,
 }
 
@@ -31,17 +31,19 @@ impl Default for Demand {
 }
 
 impl Demand {
-    /// Whether a request has to look whether others wait, or a failure is injected.
+    /// Returns whether a request must check the queue and the injected failures.
     pub(crate) fn needs_attention(&self) -> bool {
         self.attention
     }
 
-    /// To be called whenever a request begins or ends to wait, or injected failures change.
+    /// Recomputes the flag. Call it whenever a request starts or stops waiting, or injected
+    /// failures change.
     pub(crate) fn update_attention(&mut self) {
         self.attention = !self.queue.is_idle() || self.injection.is_some();
     }
 
-    /// The owner of a request: for a follower, the owner of the latest request that was not a follower's.
+    /// Returns the owner of a request. For a follower, that is the owner of the latest request that
+    /// was not a follower's.
     pub(crate) fn lead(&mut self, owner: Owner) -> Owner {
         if owner != Owner::FOLLOWER {
             self.leader = owner;
@@ -49,23 +51,23 @@ impl Demand {
         self.leader
     }
 
-    /// Makes requests fail from now on; `None` ends that.
+    /// Makes requests fail from now on; `None` stops that.
     pub(crate) fn inject(&mut self, injection: Option<Injection>) {
         self.injection = injection;
         self.update_attention();
     }
 
-    /// Whether failures are injected.
+    /// Returns whether failures are injected.
     pub(crate) fn is_injecting(&self) -> bool {
         self.injection.is_some()
     }
 
-    /// The failure that strikes a request for `bytes` bytes, if any.
+    /// Returns the failure injected into a request for `bytes` bytes, if any.
     pub(crate) fn strike(&mut self, bytes: u64) -> Option<Injected> {
         self.injection.as_mut()?.strike(bytes)
     }
 
-    /// Its part of the invariant check: waiting requests and injected failures are seen by every request.
+    /// Its share of the invariant check: the flag is set if requests wait or failures are injected.
     pub(crate) fn check(&self) -> Result<(), Violation> {
         ensure!(
             self.attention == (!self.queue.is_idle() || self.injection.is_some()),

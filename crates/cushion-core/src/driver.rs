@@ -1,49 +1,54 @@
-//! What the engine needs of a GPU, and the contract both sides keep.
+//! The [`Driver`] trait: the calls that the engine makes on a GPU, and the contract that the caller
+//! and the driver keep.
 //!
-//! [`Driver`] is the only door to a device. [`SimDriver`] is a deterministic device in memory for
-//! tests and replays; [`CheckedDriver`] wraps any driver and polices this contract.
+//! The engine reaches a device only through [`Driver`]. [`SimDriver`] is a deterministic device in
+//! memory for tests and replays. [`CheckedDriver`] wraps any driver and checks this contract.
 //!
 //! # The contract
 //!
-//! *Plain allocations.* [`alloc`](Driver::alloc) gives the address of fresh memory, aligned to
-//! 512 bytes at least; [`free`](Driver::free) gives it back and may wait for the whole device.
+//! *Plain allocations.* [`alloc`](Driver::alloc) returns the address of new memory, aligned to at
+//! least 512 bytes. [`free`](Driver::free) frees it and may wait for the whole device.
 //!
 //! *Pages.* A page is one physical handle. [`create`](Driver::create) takes a multiple of
 //! [`Properties::granularity`]. A page is mapped whole or not at all, at an address inside a range
-//! that was [reserved](Driver::reserve), and nothing may be mapped over a mapped range. One page may
-//! be mapped at several addresses at once. Memory is usable after [`set_access`](Driver::set_access)
-//! over its whole range. [`unmap`](Driver::unmap) takes ranges made of whole mapped pages;
-//! [`release`](Driver::release) takes a page that is mapped nowhere; [`unreserve`](Driver::unreserve)
-//! takes a whole reserved range with nothing mapped in it.
+//! that was [reserved](Driver::reserve), and never over another mapping. One page may be mapped at
+//! several addresses at once. Memory is usable after [`set_access`](Driver::set_access) over its
+//! whole range. [`unmap`](Driver::unmap) takes ranges made of whole mapped pages;
+//! [`release`](Driver::release) takes a page that is not mapped;
+//! [`unreserve`](Driver::unreserve) takes a whole reserved range without mappings.
 //!
-//! *Pages in host memory.* [`create_host`](Driver::create_host) makes a page that takes nothing of the
-//! device's memory: the device reaches it over the bus, far more slowly than its own. From then on it is
-//! a page like any other, and may be mapped beside them. Not every device can use such pages.
+//! *Pages in host memory.* [`create_host`](Driver::create_host) creates a page that uses no device
+//! memory. The device reaches such a page over the bus, far more slowly than its own memory. All
+//! other calls treat it like any page, and it may be mapped next to device pages. Not every device
+//! supports such pages.
 //!
-//! *Order.* Mapping calls do not wait for the device. Before a page is unmapped, or handed to
-//! another stream, the caller must know that the work that used it is done: by an event that was
-//! queried or waited for, by [`stream_synchronize`](Driver::stream_synchronize), or by a call that
-//! waits for the device. Reuse on the same stream is ordered by itself.
+//! *Order.* Mapping calls do not wait for the device. Before the caller unmaps a page, or gives it
+//! to another stream, the caller must know that the work that used the page is done: from an event
+//! that was queried or waited for, from [`stream_synchronize`](Driver::stream_synchronize), or from
+//! a call that waits for the device. Reuse on the same stream needs no wait.
 //!
-//! *Failure.* A call that fails has changed nothing. [`Fault::OutOfMemory`] says so only when it is
-//! certain that memory ran out; everything else is [`Fault::Failed`].
+//! *Failure.* A call that fails has changed nothing. A driver returns [`Fault::OutOfMemory`] only
+//! if memory certainly ran out; it returns [`Fault::Failed`] for everything else.
 //!
-//! *Capture.* While a stream of the device is being captured, nothing may be waited for, no event may be recorded or
-//! queried on that stream, and the caller keeps to calls that are legal then.
+//! *Capture.* While a stream of the device is being captured, the caller must not wait, must not
+//! record or query an event on that stream, and must make only calls that are legal during a
+//! capture.
 //!
-//! *Streams that are no more.* A program may destroy a stream of its own at any time; what is queued on it goes on. Its
-//! handle must not be passed to [`event_record`](Driver::event_record) or [`capture`](Driver::capture) afterwards: a real
-//! driver crashes. [`stream_synchronize`](Driver::stream_synchronize) waits for the device and needs no handle.
+//! *Destroyed streams.* A program may destroy its own stream at any time; work queued on the stream
+//! continues. The handle must not be passed to [`event_record`](Driver::event_record) or
+//! [`capture`](Driver::capture) afterwards: a real driver crashes.
+//! [`stream_synchronize`](Driver::stream_synchronize) waits for the device and does not use the
+//! handle.
 
 mod checked;
-mod memory;
+mod contents;
 mod prices;
 mod script;
 mod sim;
 mod sim_clock;
 
 pub use checked::{Bytes, CheckedDriver};
-pub use memory::SimMemory;
+pub use contents::SimMemory;
 pub use prices::{Priced, price};
 pub use script::FailWhen;
 pub use sim::{CallCounts, SimConfig, SimDriver};
@@ -72,7 +77,7 @@ pub struct EventId(pub u64);
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct NodeId(pub u64);
 
-/// What does not change about a device.
+/// The constant properties of a device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Properties {
     /// Index of the device.
@@ -81,17 +86,17 @@ pub struct Properties {
     pub total: u64,
     /// Smallest size of a page; page sizes are multiples of it.
     pub granularity: u64,
-    /// Whether pages can be mapped at all; where they cannot, every policy is `segments`.
+    /// Whether the device supports pages. Without pages, every policy behaves like `segments`.
     pub has_pages: bool,
-    /// What a process takes of the device beside the memory it asks for, at most: its context and its
-    /// code. What is used beyond that, and is not the engine's, other processes hold.
+    /// The most bytes that a process uses beyond its allocations, for its CUDA context and code.
+    /// Any further used bytes that the engine does not hold belong to other processes.
     pub process_overhead: u64,
 }
 
-/// What the device reports of its memory now, other processes included.
+/// The current memory figures of the device, including other processes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MemoryInfo {
-    /// Bytes nobody holds.
+    /// Bytes that no process holds.
     pub free: u64,
     /// Physical memory in bytes.
     pub total: u64,
@@ -100,9 +105,9 @@ pub struct MemoryInfo {
 /// A capture under way on a stream.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Capture {
-    /// Tells captures apart; the same for every stream that joined this one.
+    /// Identifies the capture; all streams that joined it have the same number.
     pub id: u64,
-    /// The nodes that the next work on the stream will follow.
+    /// The nodes that the next work on the stream follows.
     pub terminals: Vec<NodeId>,
 }
 
@@ -132,7 +137,7 @@ pub enum Call {
 }
 
 impl Call {
-    /// Every call there is.
+    /// All calls.
     pub const ALL: [Self; 19] = [
         Self::Alloc,
         Self::Free,
@@ -165,13 +170,13 @@ impl fmt::Display for Call {
 /// Why a driver call failed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fault {
-    /// There is no memory left for this call: on the device, or in the host for [`Call::CreateHost`].
+    /// Memory ran out: on the device, or on the host for [`Call::CreateHost`].
     OutOfMemory,
-    /// Anything else: the driver's own error code.
+    /// Any other failure, with the driver's error code.
     Failed(i32),
 }
 
-/// A driver call that failed, and so changed nothing.
+/// A driver call that failed and changed nothing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("the driver call {call} failed: {}", match .fault {
     Fault::OutOfMemory if *.call == Call::CreateHost => "out of host memory".to_owned(),
@@ -181,68 +186,68 @@ pub enum Fault {
 pub struct DriverError {
     /// The call that failed.
     pub call: Call,
-    /// Why.
+    /// The reason.
     pub fault: Fault,
 }
 
 impl DriverError {
-    /// Whether memory ran out, as opposed to a broken driver.
+    /// Whether memory ran out.
     #[must_use]
     pub fn is_out_of_memory(&self) -> bool {
         self.fault == Fault::OutOfMemory
     }
 }
 
-/// What driver calls return.
+/// The result of a driver call.
 pub type DriverResult<T> = Result<T, DriverError>;
 
 /// A device. The module's documentation states the contract.
 pub trait Driver: fmt::Debug + Send + Sync {
-    /// What does not change about the device. No driver call.
+    /// Returns the constant properties of the device, without a driver call.
     fn properties(&self) -> Properties;
 
-    /// What the device reports of its memory now.
+    /// Returns the current memory figures of the device.
     fn memory_info(&self) -> DriverResult<MemoryInfo>;
 
-    /// Fresh memory of `bytes` bytes.
+    /// Allocates `bytes` bytes and returns their address.
     fn alloc(&self, bytes: u64) -> DriverResult<u64>;
 
-    /// Gives back what [`alloc`](Self::alloc) gave; waits for the device.
+    /// Frees memory that [`alloc`](Self::alloc) returned, and waits for the device.
     fn free(&self, address: u64) -> DriverResult<()>;
 
-    /// A range of addresses with nothing behind them.
+    /// Reserves `bytes` addresses without memory and returns the first.
     fn reserve(&self, bytes: u64) -> DriverResult<u64>;
 
-    /// Gives a reserved range back.
+    /// Returns a whole reserved range to the driver.
     fn unreserve(&self, address: u64, bytes: u64) -> DriverResult<()>;
 
-    /// A physical page of `bytes` bytes, mapped nowhere.
+    /// Creates a physical page of `bytes` bytes, not mapped yet.
     fn create(&self, bytes: u64) -> DriverResult<PageHandle>;
 
-    /// A page of `bytes` bytes in host memory, mapped nowhere; it takes nothing of the device's memory.
-    /// [`Fault::OutOfMemory`] if the host has none left; [`Fault::Failed`] where the device cannot use
-    /// such pages.
+    /// Creates a page of `bytes` bytes in host memory, not mapped yet. It uses no device memory.
+    /// Fails with [`Fault::OutOfMemory`] if host memory ran out, and with [`Fault::Failed`] if the
+    /// device does not support such pages.
     fn create_host(&self, bytes: u64) -> DriverResult<PageHandle>;
 
-    /// Gives a page back.
+    /// Returns a page that is not mapped to the driver.
     fn release(&self, page: PageHandle) -> DriverResult<()>;
 
-    /// Puts the whole page of `bytes` bytes at `address`.
+    /// Maps a whole page of `bytes` bytes at `address`.
     fn map(&self, address: u64, bytes: u64, page: PageHandle) -> DriverResult<()>;
 
-    /// Lets this device (and its peers) use a mapped range.
+    /// Gives this device (and its peers) access to a mapped range.
     fn set_access(&self, address: u64, bytes: u64) -> DriverResult<()>;
 
-    /// Takes the pages of a range away from their addresses.
+    /// Unmaps all pages of a range.
     fn unmap(&self, address: u64, bytes: u64) -> DriverResult<()>;
 
-    /// A new event.
+    /// Creates an event.
     fn event_create(&self) -> DriverResult<EventId>;
 
     /// Destroys an event.
     fn event_destroy(&self, event: EventId) -> DriverResult<()>;
 
-    /// Marks the work queued on `stream` so far; an earlier mark is forgotten.
+    /// Marks the work queued on `stream` so far. Replaces an earlier mark of the event.
     fn event_record(&self, event: EventId, stream: StreamId) -> DriverResult<()>;
 
     /// Whether all marked work is done. Never waits.
@@ -251,19 +256,20 @@ pub trait Driver: fmt::Debug + Send + Sync {
     /// Waits until all marked work is done.
     fn event_synchronize(&self, event: EventId) -> DriverResult<()>;
 
-    /// Waits until all work queued on `stream` so far is done, and what graphs captured on it do wherever they run: for
-    /// the whole device. The stream may have been destroyed.
+    /// Waits until all work queued on `stream` so far is done. Graphs captured on the stream may
+    /// run on any stream, so the call waits for the whole device. The stream may have been
+    /// destroyed.
     fn stream_synchronize(&self, stream: StreamId) -> DriverResult<()>;
 
-    /// The capture under way on `stream`, if any.
+    /// Returns the capture under way on `stream`, if any.
     fn capture(&self, stream: StreamId) -> DriverResult<Option<Capture>>;
 
-    /// The nodes that `node` follows in the graph being captured.
+    /// Returns the nodes that `node` follows in the graph being captured.
     fn dependencies(&self, node: NodeId) -> DriverResult<Vec<NodeId>>;
 }
 
-/// Passes every method of [`Driver`] to a macro, for those who write all of them alike. The types of this module have
-/// to be in scope.
+/// Passes the signature of every method of [`Driver`] to a macro that implements all of them in the
+/// same way. The types of this module must be in scope.
 #[doc(hidden)]
 #[macro_export]
 macro_rules! driver_methods {
@@ -293,7 +299,7 @@ macro_rules! driver_methods {
     };
 }
 
-/// Writes each method once for a pointer-like wrapper.
+/// Implements [`Driver`] for a pointer by forwarding every method.
 macro_rules! forward_driver {
     ($($name:ident($($argument:ident: $type:ty),*) -> $result:ty;)*) => {
         impl<D: Driver + ?Sized> Driver for Arc<D> {

@@ -36,7 +36,7 @@ use crate::shortage::climb::{Served, Waited};
 use crate::shortage::receipts::Receipts;
 use crate::shortage::{Climber, Desk};
 
-/// A caching allocator over one device. `Send` and `Sync`; every method may be called from any
+/// A caching allocator for one device. It is `Send` and `Sync`; every method may be called from any
 /// thread.
 ///
 /// ```
@@ -54,19 +54,20 @@ pub struct Engine<D: Driver> {
     desk: Desk,
 }
 
-/// How to build an [`Engine`] that is not the default one.
+/// The configuration of an [`Engine`].
 #[derive(Debug, Clone)]
 pub struct EngineConfig {
-    /// The options, among them the policy.
+    /// The options, including the policy.
     pub options: Options,
     /// The ladder.
     pub ladder: Ladder,
-    /// The clock of history, budgets and backoff. By default one of virtual time, on which nothing waits: for simulated
-    /// devices only.
+    /// The clock of history, budgets and backoff. The default is virtual time, on which waiting
+    /// returns at once: for simulated devices only.
     pub clock: Arc<dyn Clock>,
-    /// How long requests have waited so far; engines of one process share it.
+    /// How long requests have waited so far. Engines of one process share it.
     pub waited: Waited,
-    /// The seed of the random part of pauses. Each process has another one, so that processes do not ask in step.
+    /// The seed of the random part of pauses. Each process has a different one, so that processes
+    /// do not retry in step.
     pub seed: u64,
 }
 
@@ -79,17 +80,18 @@ impl Default for EngineConfig {
 }
 
 impl<D: Driver> Engine<D> {
-    /// An engine with default options, on virtual time: what would wait returns at once. For a real device give
-    /// [`with_config`](Self::with_config) a clock of real time; the crate `cushion` does.
+    /// Creates an engine with default options, on virtual time, on which waiting returns at once.
+    /// For a real device, give [`with_config`](Self::with_config) a real clock, as the crate
+    /// `cushion` does.
     pub fn new(driver: D) -> Self {
         Self::with_config(driver, EngineConfig::default())
     }
 
-    /// An engine as configured. The device is not touched.
+    /// Creates an engine. Does not touch the device.
     pub fn with_config(driver: D, config: EngineConfig) -> Self {
         let EngineConfig { options, ladder, clock, waited, seed } = config;
         let mut device = driver.properties();
-        // A device without pages has no granularity; nothing may be divided by zero all the same.
+        // A device without pages reports no granularity. Later code divides by it.
         device.granularity = device.granularity.max(MIN_BLOCK);
         let limit = limit_of(options.per_process_memory_fraction, device.total);
         let policy = possible(&device, Policy::of(&options));
@@ -104,18 +106,19 @@ impl<D: Driver> Engine<D> {
 
     // ---- allocating ----
 
-    /// Memory for `bytes` bytes, ready to use on `stream`. Zero bytes give the null address, which need not be freed.
+    /// Allocates `bytes` bytes, ready to use on `stream`. Zero bytes give the null address, which
+    /// need not be freed.
     pub fn alloc(&self, bytes: u64, stream: StreamId) -> Result<u64, AllocError> {
         self.alloc_for(bytes, stream, Tag::NONE)
     }
 
-    /// As [`alloc`](Self::alloc), with a tag for history and snapshots.
+    /// Like [`alloc`](Self::alloc), with a tag for history and snapshots.
     pub fn alloc_for(&self, bytes: u64, stream: StreamId, tag: Tag) -> Result<u64, AllocError> {
         self.wait_for(&Asked::by_thread(bytes, stream, tag))
     }
 
-    /// As [`alloc_for`](Self::alloc_for), but `None` where it would have to wait for other work or give memory back first:
-    /// for a caller that holds something others need meanwhile.
+    /// Like [`alloc_for`](Self::alloc_for), but returns `None` if the request would have to wait or
+    /// give memory back first: for a caller that holds a lock which other threads need.
     pub fn alloc_at_once_for(
         &self,
         bytes: u64,
@@ -132,19 +135,20 @@ impl<D: Driver> Engine<D> {
         })
     }
 
-    /// Memory as a future of any runtime. It completes when memory is there, in the order of asking, or with an error once
-    /// its budget is used up. Dropped before that, it gives its place in the queue back.
+    /// Allocates as a future of any runtime. It completes when its turn has come and memory is
+    /// available, or with an error once its budget is used up. If it is dropped before that, it
+    /// leaves the queue.
     pub fn alloc_async(&self, bytes: u64, stream: StreamId) -> AllocFuture<'_, D> {
         self.alloc_async_for(bytes, stream, Tag::NONE)
     }
 
-    /// As [`alloc_async`](Self::alloc_async), with a tag for history and snapshots.
+    /// Like [`alloc_async`](Self::alloc_async), with a tag for history and snapshots.
     pub fn alloc_async_for(&self, bytes: u64, stream: StreamId, tag: Tag) -> AllocFuture<'_, D> {
         AllocFuture::new(self.climber(), Asked::by_future(bytes, stream, tag))
     }
 
-    /// Prepares memory ahead: afterwards a request of `bytes` bytes on `stream` needs nothing from the driver. Climbs the
-    /// ladder as a request does.
+    /// Obtains memory in advance: afterwards a request of `bytes` bytes on `stream` needs nothing
+    /// from the driver. Climbs the ladder like a request.
     pub fn prefetch(&self, bytes: u64, stream: StreamId) -> Result<(), AllocError> {
         if bytes == 0 || self.would_hit(bytes, stream) {
             return Ok(());
@@ -156,7 +160,7 @@ impl<D: Driver> Engine<D> {
         Ok(())
     }
 
-    /// Serves a request on a thread that waits.
+    /// Serves a request on the calling thread, which waits if necessary.
     fn wait_for(&self, asked: &Asked) -> Result<u64, AllocError> {
         if asked.bytes == 0 {
             return Ok(0);
@@ -167,7 +171,8 @@ impl<D: Driver> Engine<D> {
         }
     }
 
-    /// Whether a free block would serve this request as things stand: no driver call, no wait.
+    /// Returns whether a free block would serve this request now. Makes no driver call and does not
+    /// wait.
     #[must_use]
     pub fn would_hit(&self, bytes: u64, stream: StreamId) -> bool {
         self.shared.locked(|core| core.would_hit(bytes, stream))
@@ -175,13 +180,13 @@ impl<D: Driver> Engine<D> {
 
     // ---- freeing ----
 
-    /// Frees what [`alloc`](Self::alloc) gave. The memory is reused on its own stream at once, and on others not before
-    /// every stream noted by [`record_stream`](Self::record_stream) is done with it.
+    /// Frees an allocation. Its memory can be reused at once on its own stream, and on other
+    /// streams after every stream noted by [`record_stream`](Self::record_stream) is done with it.
     pub fn free(&self, address: u64) -> Result<(), AddressError> {
         self.free_for(address, Tag::NONE)
     }
 
-    /// As [`free`](Self::free), with a tag for history.
+    /// Like [`free`](Self::free), with a tag for history.
     pub fn free_for(&self, address: u64, tag: Tag) -> Result<(), AddressError> {
         if address == 0 {
             return Ok(());
@@ -202,7 +207,7 @@ impl<D: Driver> Engine<D> {
         self.shared.locked(|mut core| core.record_stream(address, stream))
     }
 
-    /// Completes frees that other streams are done with. Allocations do this themselves.
+    /// Completes frees that other streams are done with. Allocations do this, too.
     pub fn process_events(&self) -> Result<(), DriverError> {
         let completed = self.shared.complete_frees();
         self.shared.wake();
@@ -211,19 +216,19 @@ impl<D: Driver> Engine<D> {
 
     // ---- giving back ----
 
-    /// Gives everything cached back to the driver; waits for pending frees first.
+    /// Gives everything cached back to the driver. Waits for pending frees first.
     pub fn empty_cache(&self) -> Result<(), DriverError> {
         self.empty_cache_of(PoolId::DEFAULT)
     }
 
-    /// As [`empty_cache`](Self::empty_cache), for one private pool that nobody uses any more.
+    /// Like [`empty_cache`](Self::empty_cache), for one private pool that is no longer in use.
     pub fn empty_cache_of(&self, pool: PoolId) -> Result<(), DriverError> {
         self.shared.give_back_cached(pool, Tag::NONE)
     }
 
-    /// Looks whether there is memory that has not been needed for a while, by the option `trim_ms`, and gives back what was
-    /// found at an earlier look and is not in use by the device any more; returns how many bytes. To be called now and
-    /// then, say every two seconds. Never waits.
+    /// Looks for memory that has not been needed for a while, as the option `trim_ms` says, and
+    /// gives back memory found at an earlier look that the device no longer uses. Returns the bytes
+    /// given back. Call it every two seconds or so. Never waits.
     pub fn trim(&self) -> DriverResult<u64> {
         let now = self.shared.clock.now();
         self.shared.locked(|mut core| {
@@ -261,17 +266,17 @@ impl<D: Driver> Engine<D> {
         Ok(given_back)
     }
 
-    /// The driver underneath.
+    /// Returns the driver.
     pub fn driver(&self) -> &D {
         &self.shared.driver
     }
 }
 
 impl<D: Driver> Drop for Engine<D> {
-    /// Gives back what is cached, of private pools too, and the events that nobody waits for. Live allocations stay: their
-    /// owners may still use them.
+    /// Gives back cached memory, including that of private pools, and destroys unused events. Live
+    /// allocations stay: their owners may still use them.
     fn drop(&mut self) {
-        // A second panic during the first would abort the program.
+        // A panic during a panic would abort the program.
         if std::thread::panicking() {
             return;
         }
@@ -280,9 +285,9 @@ impl<D: Driver> Drop for Engine<D> {
             core.mem.heap.release_all_private(released);
             core.mem.streams.end_all_recording()
         });
-        // Their filters are the caller's: they go with no lock held.
+        // The filters are dropped with no lock held: they are the caller's code.
         drop(captures);
-        // Nobody is left to tell of a failure, and nothing depends on it.
+        // A failure cannot be reported here, and nothing depends on it.
         let _ = self.empty_cache();
         let events = self.shared.locked(|core| {
             let mut events = core.mem.streams.take_idle_events();

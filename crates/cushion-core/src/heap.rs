@@ -1,9 +1,9 @@
-//! The heap: every block of every segment, the lanes that free blocks are found in, and the map from addresses to live
-//! blocks.
+//! The heap: every block of every segment, the lanes in which free blocks are found, and the map
+//! from addresses to live blocks.
 //!
-//! Blocks are kept outside the memory that they describe. Only this room cuts and merges blocks and moves them between
-//! indexes; the others read. It knows nothing of pages and of the driver: whoever maps, unmaps or frees memory tells the
-//! heap what became of the block.
+//! Blocks are kept outside the memory that they describe. Only this room cuts and merges blocks and
+//! moves them between indexes; other rooms read. The heap knows nothing of pages or the driver: the
+//! caller that maps, unmaps or frees memory tells the heap the new state of the block.
 
 pub(crate) mod block;
 mod check;
@@ -55,27 +55,27 @@ impl Heap {
 
     // ---- looking ----
 
-    /// A block, if there is one in this place.
+    /// Returns a block, if the table has one at this index.
     pub(crate) fn get(&self, id: BlockId) -> Option<&Block> {
         self.blocks.get(id)
     }
 
-    /// All blocks, in order of their place.
+    /// Returns all blocks, in table order.
     pub(crate) fn blocks(&self) -> impl Iterator<Item = (BlockId, &Block)> {
         self.blocks.iter()
     }
 
-    /// All live blocks.
+    /// Returns all live blocks.
     pub(crate) fn live_blocks(&self) -> impl Iterator<Item = &Block> {
         self.blocks().map(|(_, block)| block).filter(|block| block.state == BlockState::Live)
     }
 
-    /// All segments, in order of their place.
+    /// Returns all segments, in table order.
     pub(crate) fn segments(&self) -> impl Iterator<Item = (SegmentId, &Segment)> {
         self.segments.iter()
     }
 
-    /// The segment of a block.
+    /// Returns the segment of a block.
     pub(crate) fn segment_of(&self, id: BlockId) -> &Segment {
         &self.segments[self.blocks[id].segment]
     }
@@ -84,12 +84,12 @@ impl Heap {
         &self.pools
     }
 
-    /// A lane, if its stream holds memory of its pool.
+    /// Returns a lane, if its stream holds memory of its pool.
     pub(crate) fn lane(&self, lane: LaneId) -> Option<&Lane> {
         self.pools[lane.pool].lane(lane.stream)
     }
 
-    /// All lanes.
+    /// Returns all lanes.
     pub(crate) fn lanes(&self) -> impl Iterator<Item = (LaneId, &Lane)> {
         let of_pool = |(pool, it): (PoolIndex, _)| {
             let lanes = Pool::lanes(it);
@@ -98,30 +98,30 @@ impl Heap {
         self.pools.iter().flat_map(of_pool)
     }
 
-    /// The live block that begins at an address.
+    /// Returns the live block that begins at an address.
     pub(crate) fn live_at(&self, address: u64) -> Option<BlockId> {
         self.live.get(&address).copied()
     }
 
-    /// Which figures the memory of a lane counts in.
+    /// Returns the figures that the memory of a lane counts in.
     pub(crate) fn place(&self, lane: LaneId) -> Place {
-        let Pool { id, small, .. } = self.pools[lane.pool];
-        Place { pool: id, small, stream: lane.stream, host: lane.pool == PoolTable::SPILL }
+        self.pools[lane.pool].place(lane)
     }
 
-    /// The addresses of a block, for the ledger.
+    /// Returns the addresses of a block, for the ledger.
     pub(crate) fn span(&self, id: BlockId) -> Span {
         let block = &self.blocks[id];
         Span { address: block.address, bytes: block.size, place: self.place(block.lane) }
     }
 
-    /// A live or pending block, for the ledger.
+    /// Returns a live or pending block, for the ledger.
     pub(crate) fn held(&self, id: BlockId) -> Held {
         let Holder { requested, tag, .. } = self.blocks[id].holder;
         Held { span: self.span(id), requested, tag }
     }
 
-    /// How many blocks, segments and live addresses there are, and how many of each there is room for.
+    /// Returns the number of blocks, segments and live addresses, each with the capacity of its
+    /// table.
     pub(crate) fn sizes(&self) -> [(usize, usize); 3] {
         let live = (self.live.len(), self.live.capacity());
         [self.blocks.size(), self.segments.size(), live]
@@ -132,7 +132,7 @@ impl Heap {
     /// Adds a segment with one block over all of it: free, unmapped, or the shadow of a stitch.
     pub(crate) fn add_segment(&mut self, segment: Segment, state: BlockState) -> BlockId {
         let &Segment { address, size, lane, .. } = &segment;
-        self.pools[lane.pool].segment_came(lane.stream, &self.lanes);
+        self.pools[lane.pool].segment_added(lane.stream, &self.lanes);
         let segment = self.segments.insert(segment);
         let id = self.blocks.insert(Block {
             address,
@@ -152,9 +152,9 @@ impl Heap {
             BlockState::Unmapped => {
                 let lane = self.lane_mut(lane);
                 lane.insert_unmapped(address, id);
-                lane.addresses_came(size);
+                lane.addresses_added(size);
             }
-            _ => debug_assert_eq!(state, BlockState::Shadow, "nobody has had it"),
+            _ => debug_assert_eq!(state, BlockState::Shadow, "a new block was never handed out"),
         }
         id
     }
@@ -167,16 +167,16 @@ impl Heap {
         if block.state == BlockState::Unmapped {
             let lane = self.lane_mut(block.lane);
             lane.remove_unmapped(block.address);
-            lane.addresses_went(block.address, block.size);
+            lane.addresses_removed(block.address, block.size);
         }
         let LaneId { pool, stream } = block.lane;
-        self.pools[pool].segment_went(stream, &self.lanes);
+        self.pools[pool].segment_removed(stream, &self.lanes);
         segment
     }
 
-    // ---- what others note in blocks and lanes ----
+    // ---- notes of other rooms on blocks and lanes ----
 
-    /// The streams that use a block, for the streams' room to write.
+    /// Returns the streams that use a block. Only the `streams` room writes them.
     pub(crate) fn users_mut(&mut self, id: BlockId) -> &mut Users {
         &mut self.blocks[id].users
     }
@@ -196,14 +196,14 @@ impl Heap {
         self.pools[pool].searches += 1;
     }
 
-    /// How many searches ago a block became free.
+    /// Returns how many searches ago a block became free.
     pub(crate) fn age(&self, id: BlockId) -> u64 {
         let block = &self.blocks[id];
         self.pools[block.lane.pool].searches - block.free_since
     }
 
-    /// Indexes the free blocks of a segment's lane by address from now on, those of at least `least` bytes, and marks
-    /// what changes in the segment by units of `unit` bytes.
+    /// From now on, indexes the free blocks of at least `least` bytes in the segment's lane by
+    /// address, and marks changes in the segment by units of `unit` bytes.
     pub(crate) fn index_by_address(&mut self, id: BlockId, least: u64, unit: u64) {
         let &Block { segment, lane, .. } = &self.blocks[id];
         let &Segment { address, size, .. } = &self.segments[segment];
@@ -215,17 +215,17 @@ impl Heap {
         self.lane_mut(lane).mark(block, part);
     }
 
-    /// The next addresses of a lane for the policy to look at.
+    /// Returns the next changed addresses of a lane, and unmarks them.
     pub(crate) fn take_changed(&mut self, lane: LaneId) -> Option<Changed> {
         self.pools[lane.pool].lane_if_any(lane.stream)?.take_changed()
     }
 
-    /// Takes what the policy keeps about a lane. It is to be put back.
+    /// Takes the policy's notes on a lane. The caller puts them back.
     pub(crate) fn take_notes(&mut self, lane: LaneId) -> Option<Notes> {
         self.pools[lane.pool].lane_if_any(lane.stream)?.take_notes()
     }
 
-    /// Keeps what the policy knows about a lane, as long as the lane is there.
+    /// Stores the policy's notes on a lane. They are dropped with the lane.
     pub(crate) fn put_notes(&mut self, lane: LaneId, notes: Notes) {
         self.lane_mut(lane).put_notes(notes);
     }
@@ -236,17 +236,17 @@ impl Heap {
 
     // ---- private pools ----
 
-    /// A private pool, to change its uses.
+    /// Returns a private pool, to change its uses.
     pub(crate) fn private_mut(&mut self, id: PoolId) -> Option<&mut PrivatePool> {
         self.pools.private.get_mut(&id)
     }
 
-    /// Makes a private pool with one use.
+    /// Creates a private pool with one use.
     pub(crate) fn open_private(&mut self, id: PoolId) {
         self.pools.open_private(id);
     }
 
-    /// Forgets a private pool, if it holds no segment any more.
+    /// Removes a private pool, if it has no segment.
     pub(crate) fn close_private_if_empty(&mut self, id: PoolId) {
         let is_empty = |small| {
             let half = self.pools.half(id, small);
@@ -262,7 +262,7 @@ impl Heap {
         self.pools.private.values_mut().for_each(|pool| pool.release_all(released));
     }
 
-    /// Says whether a private pool may serve the default pool when memory runs out.
+    /// Sets whether a private pool may serve the default pool when memory runs out.
     pub(crate) fn set_use_on_oom(&mut self, id: PoolId, allow: bool) {
         if allow {
             self.pools.use_on_oom.insert(id);
@@ -271,7 +271,7 @@ impl Heap {
         }
     }
 
-    /// Gives back what the tables do not need.
+    /// Shrinks the tables to their contents.
     pub(crate) fn shrink(&mut self) {
         self.blocks.shrink();
         self.segments.shrink();
@@ -308,7 +308,7 @@ impl Index<PoolIndex> for Heap {
 }
 
 impl Segment {
-    /// Whether pages come and go behind it.
+    /// Returns whether pages are mapped and unmapped behind its addresses.
     pub(crate) fn is_reserved(&self) -> bool {
         matches!(self.kind, Kind::Pages { .. } | Kind::Homes)
     }

@@ -1,24 +1,24 @@
-//! The engine of Cushion: a caching allocator for device memory that knows nothing of CUDA, Python,
-//! files, clocks or the environment. It forbids `unsafe`.
+//! The engine of Cushion: a caching allocator for device memory. It knows nothing of CUDA, Python,
+//! files, clocks or the environment, and forbids `unsafe`.
 //!
 //! # Rooms
 //!
-//! Each folder is a room with one subject and private state. A room uses those below it and none above; `tests/rooms.rs`
-//! checks that. From the top:
+//! Each folder is a room with one subject and private state. A room uses only the rooms below it;
+//! `tests/rooms.rs` checks that. From the top:
 //!
 //! | room | subject |
 //! |---|---|
 //! | `engine` | the front door: [`Engine`], its figures, its configuration |
-//! | `shortage` | what is tried when neither a free block nor the driver serves a request |
+//! | `shortage` | the steps tried when neither a free block nor the driver serves a request |
 //! | `core` | everything that the lock protects; serving a request, freeing |
-//! | `demand` | who asks, who waits and in what order |
-//! | `policy` | how memory is laid out: `segments`, `expandable`, `paged` |
-//! | `memory` | what needs heap, backing and streams, and no policy |
+//! | `demand` | requests, their owners, and the queue of those that wait |
+//! | `policy` | the layout of memory: `segments`, `expandable`, `paged` |
+//! | `memory` | operations that need heap, backing and streams, and no policy |
 //! | `backing` | physical memory: the only caller of the driver's memory calls |
 //! | `streams` | pending frees, captures, and the proof that work is done |
 //! | `heap` | blocks, segments and lanes: the only place that cuts and merges |
 //! | `ledger` | statistics and history |
-//! | `outcome` | what callers are told: errors and receipts |
+//! | `outcome` | results for callers: errors and receipts |
 //! | `options` | options, each declared once |
 //! | `driver` | the [`Driver`] trait and the simulated device |
 //! | `base` | identifiers, tables, sizes, time |
@@ -44,7 +44,7 @@ mod policy;
 mod shortage;
 mod streams;
 
-/// Byte arithmetic: units, the sizes that PyTorch rounds to, and how sizes are written for people.
+/// Byte arithmetic: units, the sizes that PyTorch rounds to, and the text form of sizes.
 pub mod size {
     pub use crate::base::size::*;
     pub use crate::options::rounding::{block_size, segment_size};

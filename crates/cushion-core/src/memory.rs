@@ -1,7 +1,7 @@
-//! Memory: heap, backing, streams and ledger, open for one hold of the engine's lock.
+//! Memory: heap, backing, streams and ledger, for one hold of the engine's lock.
 //!
-//! [`Mem`] does what needs more than one of these rooms and no policy: it maps pages behind a block, hands a block out,
-//! takes pages away. Policies are built on it.
+//! [`Mem`] has the operations that need several of these rooms and no policy: it maps pages behind
+//! a block, hands out a block, unmaps pages. Policies are built on it.
 
 pub(crate) mod addresses;
 mod detach;
@@ -36,14 +36,15 @@ pub(crate) struct Mem<'lock, D> {
     pub(crate) ledger: Ledger<'lock>,
     pub(crate) options: &'lock Options,
     pub(crate) driver: &'lock D,
-    pub(crate) device: Properties,
+    pub(crate) device: &'lock Properties,
     pub(crate) looks: &'lock Looks,
 }
 
 impl<'lock, D: Driver> Mem<'lock, D> {
     // ---- handing out and freeing ----
 
-    /// Hands out a free block: its first `request.size` bytes if it is to be split, else all of it.
+    /// Hands out a free block: its first `request.size` bytes if `splits`, else all of it.
+    #[inline]
     pub(crate) fn take(&mut self, id: BlockId, splits: bool, request: &Request) -> u64 {
         let &Request { requested, size, owner, tag, .. } = request;
         let taken = self.heap.take(id, size, splits, Holder { requested, tag, owner });
@@ -51,23 +52,27 @@ impl<'lock, D: Driver> Mem<'lock, D> {
         taken.held.span.address
     }
 
-    /// Takes the block that begins at `address` back from its owner: it is pending. `None` if no live block begins there.
-    pub(crate) fn end_life(&mut self, address: u64, tag: Tag) -> Option<BlockId> {
-        let id = self.heap.end_life(address)?;
+    /// Makes the live block at `address` pending. Returns `None` if no live block begins there.
+    pub(crate) fn begin_free(&mut self, address: u64, tag: Tag) -> Option<BlockId> {
+        let id = self.heap.begin_free(address)?;
         let held = self.heap.held(id);
         self.ledger.apply(Change::FreeRequested(Held { tag: tag.or(held.tag), ..held }));
         Some(id)
     }
 
-    /// A pending block is free for reuse on its stream: merges it with its neighbours.
-    pub(crate) fn complete_free(&mut self, id: BlockId, tag: Tag) {
+    /// Makes a pending block of a segment of this kind free for reuse on its stream, and merges it
+    /// with its neighbours.
+    #[expect(clippy::inline_always, reason = "saves a call in every free")]
+    #[inline(always)]
+    pub(crate) fn complete_free(&mut self, id: BlockId, kind: Kind, tag: Tag) {
         let freed = self.streams.next_moment();
-        let freed = self.heap.complete_free(id, freed);
+        let freed = self.heap.complete_free(id, kind, freed);
         let held = Held { tag: tag.or(freed.held.tag), ..freed.held };
         self.ledger.apply(Change::FreeCompleted(held, freed.splits));
     }
 
-    /// As [`complete_free`](Self::complete_free), for the block of a stitch, whose addresses become a shadow.
+    /// Like [`complete_free`](Self::complete_free), for the block of a stitch, whose addresses
+    /// become a shadow.
     pub(crate) fn complete_free_of_stitch(&mut self, id: BlockId, tag: Tag) {
         let freed = self.streams.next_moment();
         let freed = self.heap.complete_free_of_stitch(id, freed);
@@ -83,7 +88,8 @@ impl<'lock, D: Driver> Mem<'lock, D> {
 
     // ---- idle memory ----
 
-    /// States that no work can use a block which nobody holds, if the proof covers the block.
+    /// Returns evidence that no work can use a block without an owner, if the proof covers the
+    /// block.
     pub(crate) fn idle(&self, id: BlockId, proof: Proof) -> Option<Idle<'lock>> {
         self.streams.idle(self.heap, id, proof)
     }
@@ -93,49 +99,49 @@ impl<'lock, D: Driver> Mem<'lock, D> {
         self.streams.mark(self.driver, stream)
     }
 
-    /// Whether marked work is done by now: see [`Streams::poll`].
+    /// Returns whether marked work is done by now: see [`Streams::poll`].
     pub(crate) fn poll(&mut self, mark: Mark) -> (Marked, DriverResult<()>) {
         self.streams.poll(self.driver, mark)
     }
 
-    /// The proof that a stream has no work left, if it has none now: see [`Streams::poll_stream`].
+    /// Returns the proof that a stream is idle, if it is idle now: see [`Streams::poll_stream`].
     pub(crate) fn poll_stream(&mut self, stream: StreamId) -> DriverResult<Option<Proof>> {
         self.streams.poll_stream(self.driver, stream)
     }
 
-    /// What is known of the work on the free memory of a lane: see [`Streams::work_on`].
+    /// Returns what is known of the work on the free memory of a lane: see [`Streams::work_on`].
     pub(crate) fn work_on(&mut self, lane: LaneId, asking: StreamId) -> DriverResult<Work> {
         self.streams.work_on(self.heap, self.driver, lane, asking)
     }
 
-    /// Whether allocations go to a private pool, so that a capture may be under way.
+    /// Returns whether allocations go to a private pool, so that a capture may be under way.
     pub(crate) fn is_recording(&self) -> bool {
         self.streams.is_recording()
     }
 
     // ---- figures ----
 
-    /// Bytes of physical memory held from the driver.
+    /// Returns the bytes of physical memory held from the driver.
     pub(crate) fn reserved(&self) -> u64 {
         self.ledger.reserved()
     }
 
-    /// How much more the limit allows.
+    /// Returns how many more bytes the limit allows.
     pub(crate) fn may_grow_by(&self) -> u64 {
         self.backing.may_grow_by(self.reserved())
     }
 
-    /// The most that may be held: the limit, or all of the device.
+    /// Returns the most bytes that may be reserved: the limit, or all of the device.
     pub(crate) fn most(&self) -> u64 {
         self.backing.limit().unwrap_or(u64::MAX).min(self.device.total)
     }
 
-    /// Bytes that could still be got from a device that reports `free` bytes.
+    /// Returns the bytes that a device which reports `free` bytes could still provide.
     pub(crate) fn room_of(&self, free: u64) -> u64 {
         free.min(self.may_grow_by())
     }
 
-    /// Bytes that could still be got from the device.
+    /// Returns the bytes that the device could still provide.
     pub(crate) fn room(&self) -> DriverResult<u64> {
         Ok(self.room_of(Backing::device_free(self.driver)?))
     }
@@ -145,14 +151,14 @@ impl<'lock, D: Driver> Mem<'lock, D> {
         crate::base::size::round_up(bytes, self.device.granularity).unwrap_or(u64::MAX)
     }
 
-    /// Tells the ledger how the bytes of pages changed.
+    /// Passes the change in bytes of pages to the ledger.
     pub(crate) fn count_pages(&mut self) {
         if let Some(change) = self.backing.take_change() {
             self.ledger.apply(change);
         }
     }
 
-    /// The kind of segment that a block lies in.
+    /// Returns the kind of a block's segment.
     pub(crate) fn kind_of(&self, id: BlockId) -> Kind {
         self.heap.segment_of(id).kind
     }

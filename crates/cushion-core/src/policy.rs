@@ -1,11 +1,12 @@
 //! Policies: how memory is laid out and obtained.
 //!
-//! A policy decides which free block serves a request and how it is cut, where memory for a miss comes from, how much the
-//! driver must have for it, and what of a free block may be given back. Nothing outside this room asks which policy it is.
-//! A new policy is one more implementation of [`Rules`], in a folder of its own; `first_fit.rs` is the smallest one.
+//! A policy decides which free block serves a request and how it is cut, where memory for a miss
+//! comes from, how much the driver must have for it, and how much of a free block may be given
+//! back. Code outside this room does not depend on which policy is in force. A new policy is one
+//! more implementation of [`Rules`], in its own folder; `first_fit.rs` is the smallest one.
 //!
-//! The policy in force can be changed while the engine runs. Each segment remembers the policy that made it: that one is
-//! asked what becomes of the segment's blocks.
+//! The policy in force can be changed while the engine runs. Each segment stores the policy that
+//! created it, and that policy decides about the segment's blocks.
 
 mod expandable;
 #[cfg(test)]
@@ -23,46 +24,49 @@ use crate::base::names::{PolicyIndex, Tag};
 use crate::driver::{Driver, DriverResult, EventId, Properties};
 use crate::heap::Chains;
 use crate::heap::block::{Block, BlockId};
+use crate::heap::segment::Kind;
 use crate::memory::unmap::{Calls, Unmapping};
 use crate::memory::{Found, GiveBack, Mem, Request};
 use crate::options::Policy;
 use crate::streams::proof::{Idle, Proof};
 
-/// The decisions of a policy, and what it keeps about memory that it laid out.
+/// The decisions of a policy, and its state about the memory that it laid out.
 pub(crate) trait Rules<D: Driver>: fmt::Debug + Send {
-    // ---- serving a request from memory already held ----
+    // ---- serving a request from reserved memory ----
 
-    /// What serves a request as things stand: a free block of its lane, or what the policy can make of several.
+    /// Returns the memory that serves a request now: a free block of its lane, or what the policy
+    /// can make of several.
     fn find(&self, mem: &Mem<'_, D>, request: &Request) -> Option<Found>;
 
-    /// As [`find`](Self::find), for a lane of another stream, which lends by best fit alone.
+    /// Like [`find`](Self::find), in a lane of another stream, which lends by best fit only.
     fn find_to_lend(&self, mem: &Mem<'_, D>, request: &Request) -> Option<Found> {
         self.find(mem, request)
     }
 
-    /// As [`find`](Self::find), for a request that takes it. May change how free memory lies.
+    /// Like [`find`](Self::find), for a request that takes the memory. May change the layout of
+    /// free memory.
     fn search(&mut self, mem: &mut Mem<'_, D>, request: &Request) -> Option<Found> {
         self.find(mem, request)
     }
 
-    /// Turns what was found into a free block of its lane that begins where the request is to be served.
-    fn prepare(&mut self, mem: &mut Mem<'_, D>, found: Found, request: &Request) -> BlockId {
-        match found {
-            Found::Block(id) => id,
-            Found::Within { block, address } => {
-                if mem.heap[block].address != address {
-                    mem.heap.cut_within_lane(block, address, address + request.size);
-                }
-                block
-            }
-            Found::Stitch(_) => unreachable!("only a policy that stitches finds stitches"),
-        }
+    /// Turns the found memory into a free block of its lane that begins at the address of the
+    /// request. Also returns whether the rest of the block becomes a block of its own.
+    fn prepare(
+        &mut self,
+        mem: &mut Mem<'_, D>,
+        found: Found,
+        request: &Request,
+    ) -> (BlockId, bool) {
+        let Found::Block(id) = found else { unreachable!("this policy finds only free blocks") };
+        let splits = mem.heap[id].size > request.size && self.splits(mem, id, request.size);
+        (id, splits)
     }
 
-    /// Whether the rest of a free block, which is larger than `size`, becomes a block of its own.
+    /// Returns whether the rest of a free block, which is larger than `size`, becomes a block of
+    /// its own.
     fn splits(&self, mem: &Mem<'_, D>, id: BlockId, size: u64) -> bool;
 
-    /// States that no work can use what was found, if the proof covers all of it.
+    /// Returns evidence that no work can use the found memory, if the proof covers all of it.
     fn idle<'lock>(
         &self,
         mem: &Mem<'lock, D>,
@@ -78,52 +82,56 @@ pub(crate) trait Rules<D: Driver>: fmt::Debug + Send {
 
     // ---- memory from the driver ----
 
-    /// A free block for the request out of new memory, in its lane; `None` if memory ran out.
+    /// Obtains new memory and returns a free block for the request in its lane; `None` if memory
+    /// ran out.
     fn grow(&mut self, mem: &mut Mem<'_, D>, request: &Request) -> DriverResult<Option<BlockId>>;
 
-    /// Whether memory of an idle stream is better for the request than new memory.
+    /// Returns whether memory of an idle stream is better for the request than new memory.
     fn prefers_borrowing(&mut self, _mem: &mut Mem<'_, D>, _request: &Request) -> bool {
         false
     }
 
-    /// What a device that holds nothing has to give for the request.
+    /// Returns the bytes that an empty device must provide for the request.
     fn wanted(&self, _mem: &Mem<'_, D>, request: &Request) -> u64 {
         request.wanted
     }
 
-    /// What the driver has to have before it can serve the request, once everything cached is given back.
+    /// Returns the bytes that the driver must have free to serve the request, after everything
+    /// cached is given back.
     fn needed(&mut self, mem: &mut Mem<'_, D>, request: &Request) -> u64;
 
-    /// Whether the request would fit if live blocks lay on pages, on a device that reports `free` bytes. Only for a policy
-    /// that does not use pages.
+    /// Returns whether the request would fit if live blocks lay on pages, on a device that reports
+    /// `free` bytes. Only for a policy that does not use pages.
     fn would_fit_on_pages(&self, _mem: &Mem<'_, D>, _request: &Request, _free: u64) -> bool {
         false
     }
 
-    // ---- memory that it laid out ----
+    // ---- memory that the policy laid out ----
 
-    /// What of a free block in one of its segments may be given back.
+    /// Returns how much of a free block in one of its segments may be given back.
     fn give_back(&self, mem: &Mem<'_, D>, block: &Block) -> GiveBack;
 
-    /// Unmaps and releases the pages that lie wholly in a free block of one of its segments, as far as `calls` go.
+    /// Unmaps and releases the pages that lie wholly in a free block of one of its segments, as far
+    /// as `calls` allow.
     fn unmap(&mut self, mem: &mut Mem<'_, D>, idle: &Idle<'_>, calls: &mut Calls) -> Unmapping {
         let what = self.give_back(mem, &mem.heap[idle.block()]);
         mem.unmap_pages(idle, what, calls, |_, _, _| true)
     }
 
-    /// A pending block in one of its segments is free for reuse.
-    fn complete_free(&mut self, mem: &mut Mem<'_, D>, id: BlockId, tag: Tag) {
-        mem.complete_free(id, tag);
+    /// Completes the free of a pending block in one of its segments, which is of this kind.
+    fn complete_free(&mut self, mem: &mut Mem<'_, D>, id: BlockId, kind: Kind, tag: Tag) {
+        mem.complete_free(id, kind, tag);
     }
 
-    // ---- memory that it gives back by itself ----
+    // ---- trimming ----
 
-    /// Asks whether the work is done that detached pages wait for.
+    /// Checks whether the work that detached pages wait for is done.
     fn poll_detached(&mut self, _mem: &mut Mem<'_, D>) -> DriverResult<()> {
         Ok(())
     }
 
-    /// Unmaps a few detached pages whose work is done; returns their bytes, or `None` if there are none.
+    /// Unmaps a few detached pages whose work is done. Returns their bytes, or `None` if there are
+    /// none.
     fn release_detached(&mut self, _mem: &mut Mem<'_, D>) -> Option<u64> {
         None
     }
@@ -138,26 +146,27 @@ pub(crate) trait Rules<D: Driver>: fmt::Debug + Send {
         Ok(())
     }
 
-    /// Puts detached pages back into their lanes: those that the request could be made of, or all. Returns whether any page
-    /// was detached.
+    /// Returns detached pages to their lanes: those that could serve the request, or all. Returns
+    /// whether any page was detached.
     fn recall(&mut self, _mem: &mut Mem<'_, D>, _request: Option<&Request>) -> bool {
         false
     }
 
-    /// Pages that were recalled serve a request of `size` bytes.
+    /// Notes that recalled pages serve a request of `size` bytes.
     fn note_recalled(&mut self, _mem: &Mem<'_, D>, _found: Found, _size: u64) {}
 
-    /// Bytes of detached pages.
+    /// Returns the bytes of detached pages.
     fn detached(&self, _mem: &Mem<'_, D>) -> u64 {
         0
     }
 
     // ---- upkeep ----
 
-    /// The totals of the ledger are about to begin again from zero.
+    /// Called before the totals of the ledger are reset to zero.
     fn totals_reset(&mut self, _mem: &Mem<'_, D>) {}
 
-    /// How many stitches there are, how many there is room for, and the addresses of all of them.
+    /// Returns the number of stitches, the capacity of their table, and the bytes of their
+    /// addresses.
     fn stitches(&self) -> (usize, usize, u64) {
         (0, 0, 0)
     }
@@ -165,15 +174,15 @@ pub(crate) trait Rules<D: Driver>: fmt::Debug + Send {
     /// Limits the stitches of a stream to fewer than usual, for tests.
     fn set_most_stitches(&mut self, _most: usize) {}
 
-    /// Gives back what its tables do not need.
+    /// Shrinks the tables to their contents.
     fn shrink(&mut self) {}
 
-    /// The events that it waits for, for the engine to destroy at its end.
+    /// Returns the events that it waits for, for the engine to destroy at its end.
     fn take_events(&mut self) -> Vec<EventId> {
         Vec::new()
     }
 
-    /// Its part of the invariant check.
+    /// Its share of the invariant check.
     fn check(
         &self,
         _mem: &Mem<'_, D>,
@@ -184,7 +193,7 @@ pub(crate) trait Rules<D: Driver>: fmt::Debug + Send {
     }
 }
 
-/// The policies of one engine, and which of them is in force.
+/// The policies of one engine, and the index of the one in force.
 #[derive(Debug)]
 pub(crate) struct Policies<D> {
     all: Vec<Box<dyn Rules<D>>>,
@@ -197,7 +206,7 @@ impl From<Policy> for PolicyIndex {
     }
 }
 
-/// The policy in force on a device where `asked_for` is asked for: without pages it is `segments`.
+/// Returns the policy in force if `asked_for` is selected: on a device without pages, `segments`.
 pub(crate) fn possible(device: &Properties, asked_for: Policy) -> Policy {
     if device.has_pages { asked_for } else { Policy::Segments }
 }
@@ -228,40 +237,40 @@ impl<D: Driver> Policies<D> {
         PolicyIndex(u8::try_from(self.all.len() - 1).expect("few policies"))
     }
 
-    /// The rules of a policy.
+    /// Returns the rules of a policy.
     pub(crate) fn rules(&self, policy: PolicyIndex) -> &dyn Rules<D> {
         &*self.all[usize::from(policy.0)]
     }
 
-    /// The rules of a policy, to act on memory.
+    /// Returns the rules of a policy, to act on memory.
     pub(crate) fn rules_mut(&mut self, policy: PolicyIndex) -> &mut dyn Rules<D> {
         &mut *self.all[usize::from(policy.0)]
     }
 
-    /// The rules of all policies.
+    /// Returns the rules of all policies.
     pub(crate) fn all(&self) -> impl Iterator<Item = &dyn Rules<D>> {
         self.all.iter().map(|rules| &**rules)
     }
 
-    /// The rules of all policies, to act on memory.
+    /// Returns the rules of all policies, to act on memory.
     pub(crate) fn all_mut(&mut self) -> impl Iterator<Item = &mut Box<dyn Rules<D>>> {
         self.all.iter_mut()
     }
 
-    /// What of a free block may be given back.
+    /// Returns how much of a free block may be given back.
     pub(crate) fn give_back(&self, mem: &Mem<'_, D>, id: BlockId) -> GiveBack {
         let block = &mem.heap[id];
         self.rules(mem.heap[block.segment].policy).give_back(mem, block)
     }
 
-    /// The rules that laid out a block.
+    /// Returns the rules of the policy that laid out a block.
     pub(crate) fn of_block(&mut self, mem: &Mem<'_, D>, id: BlockId) -> &mut dyn Rules<D> {
         self.rules_mut(mem.heap.segment_of(id).policy)
     }
 }
 
-/// Whether a block found for a request is too large for it: blocks that must not be split serve only requests of nearly
-/// their size.
+/// Returns whether a block is too large for a request. Blocks that must not be split serve only
+/// requests of nearly their size.
 fn is_oversized_for<D: Driver>(mem: &Mem<'_, D>, block: u64, size: u64) -> bool {
     let Some(max_split) = mem.options.max_split_size else { return false };
     let rounding = mem.options.max_non_split_rounding.unwrap_or(mem.options.large_segment_size);

@@ -1,7 +1,8 @@
-//! Shortages: what is tried when neither a free block nor the driver serves a request.
+//! Shortages: the steps tried when neither a free block nor the driver serves a request.
 //!
-//! A request climbs a [`ladder`] of rungs until it is served or refused. No rung holds the engine's lock while it waits, calls
-//! the program back, or lets the driver wait for the device. Every shortage leaves a receipt.
+//! A request climbs a [`ladder`] of rungs until it is served or refused. No rung holds the engine's
+//! lock while it waits, calls a callback, or lets the driver wait for the device. Every shortage is
+//! recorded in a receipt.
 
 mod borrow;
 pub(crate) mod callbacks;
@@ -19,24 +20,24 @@ use self::climb::Waited;
 use self::receipts::Receipts;
 use crate::core::Shared;
 
-/// What a shortage needs beside memory.
+/// Callbacks, receipts and waiting time: the state of shortages outside the engine's lock.
 #[derive(Debug)]
 pub(crate) struct Desk {
     pub(crate) callbacks: Callbacks,
     pub(crate) receipts: Receipts,
     pub(crate) waited: Waited,
-    /// Where the random part of pauses begins.
+    /// The seed of the random part of pauses.
     pub(crate) seed: u64,
 }
 
-/// One engine, for requests that climb the ladder.
+/// One engine, as a request on the ladder uses it.
 #[derive(Debug)]
 pub(crate) struct Climber<'a, D> {
     pub(crate) shared: &'a Shared<D>,
     pub(crate) desk: &'a Desk,
 }
 
-// By hand, because deriving would ask the same of `D`.
+// By hand: `derive` would require `D: Clone` and `D: Copy`.
 impl<D> Clone for Climber<'_, D> {
     fn clone(&self) -> Self {
         *self

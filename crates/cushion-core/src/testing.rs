@@ -1,11 +1,16 @@
 //! Random programs for property tests and fuzzing: actions, a world that runs them, and a model of
-//! what the engine promises.
+//! the engine's promises.
 //!
-//! A [`World`] runs each [`Program`] on an engine over a [`CheckedDriver`](crate::CheckedDriver) over a
-//! [`SimDriver`](crate::SimDriver). After every action the engine's own invariants are checked, and the model's: no two
-//! live blocks share a byte, no memory is handed out while another stream may still be at work on it, none is taken from
-//! under a graph's replay, and the figures agree with what was asked for. It panics at the first that does not hold.
-//! [`stress`] does the like on real threads.
+//! A [`World`] runs each [`Program`] on an engine, on a [`CheckedDriver`](crate::CheckedDriver)
+//! that wraps a [`SimDriver`](crate::SimDriver). After every action it checks the engine's own
+//! invariants and the promises of the model:
+//!
+//! - No two live blocks share a byte.
+//! - The engine hands out no memory that another stream may still work on.
+//! - Memory that a graph's replay uses stays in place.
+//! - The figures agree with the requests.
+//!
+//! The world panics at the first violation. [`stress`] runs a similar load on real threads.
 
 mod action;
 pub mod churn;
@@ -23,5 +28,5 @@ pub use real_clock::RealClock;
 pub use threads::{Stress, Stressed, stress};
 pub use world::{Futures, World};
 
-/// The device the world simulates: small, so that memory runs out often.
+/// The capacity of the simulated device: small, so that memory runs out often.
 pub const CAPACITY: u64 = 256 << 20;

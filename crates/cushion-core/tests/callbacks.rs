@@ -1,4 +1,5 @@
-//! Callbacks with names and budgets, what they leave in receipts, and what threads want for their requests.
+//! Callbacks: their names, time budgets and answers in receipts; and the options that a thread sets
+//! for its own requests.
 
 mod common;
 
@@ -10,25 +11,23 @@ mod tests {
 
     use cushion_core::size::MIB;
     use cushion_core::{
-        Callback, Ended, Ladder, Outcome, Reply, Rung, RungSet, Tag, VirtualClock, set_budget,
+        Callback, Ended, Outcome, Reply, Rung, RungSet, Tag, VirtualClock, set_budget,
         set_skipped_rungs,
     };
 
     use crate::common::{
-        Gpu, S0, S1, ended, full_now, gpu, gpu_on, last, real_gpu, take, until_waiting,
+        Gpu, S0, S1, cache, ended, full_now, gpu, last, real_gpu, take, until_waiting, virtual_gpu,
     };
 
-    /// A full device on a clock that callbacks can let run.
+    /// Returns an engine on a full device, and its clock, which callbacks can advance.
     fn full(conf: &str) -> (Gpu, Arc<VirtualClock>) {
-        let clock = Arc::new(VirtualClock::new());
-        let theirs = Arc::clone(&clock);
-        let gpu = gpu_on(100, conf, Ladder::Graceful, move |_| theirs);
+        let (gpu, clock) = virtual_gpu(100, conf);
         take(&gpu, 100 * MIB, S0);
         (gpu, clock)
     }
 
     #[test]
-    fn what_they_say_is_in_the_receipt() {
+    fn the_receipt_has_the_answer_of_each_callback() {
         let (gpu, _) = full("");
         let add = |name: &str, priority, reply: Reply| {
             gpu.add_callback(Arc::new(Callback::new(name, priority, move |_| reply.clone())));
@@ -39,15 +38,15 @@ mod tests {
         gpu.on_shortage(0, |_| panic!("a callback's own mistake"));
         full_now(gpu.alloc(MIB, S1));
         let receipt = last(&gpu);
-        let told: Vec<_> = receipt.answers.iter().map(ToString::to_string).collect();
-        assert_eq!(told[..3], ["quiet", "talks said: nothing to free", "fails failed: no disk"]);
-        assert!(told[3].ends_with("failed: a callback's own mistake"), "{}", told[3]);
-        assert!(told[3].contains("callbacks::tests"), "known by where it is: {}", told[3]);
+        let answers: Vec<_> = receipt.answers.iter().map(ToString::to_string).collect();
+        assert_eq!(answers[..3], ["quiet", "talks said: nothing to free", "fails failed: no disk"]);
+        assert!(answers[3].ends_with("failed: a callback's own mistake"), "{}", answers[3]);
+        assert!(answers[3].contains("callbacks::tests"), "named after its source: {}", answers[3]);
         assert_eq!(ended(&gpu, Rung::Callbacks), (Ended::Failed, 0));
     }
 
     #[test]
-    fn what_each_won_is_told_apart() {
+    fn the_receipt_has_the_bytes_that_each_callback_freed() {
         let gpu = Arc::new(gpu(100, ""));
         let mine: Vec<u64> = [30, 50].map(|mib| take(&gpu, mib * MIB, S0)).to_vec();
         for (index, address) in mine.into_iter().enumerate() {
@@ -66,8 +65,9 @@ mod tests {
     }
 
     #[test]
-    fn one_that_takes_too_long_is_not_called_again() {
-        // As long as the request may wait, and as callbacks may at least; or what it was given.
+    fn a_callback_that_exceeds_its_budget_is_switched_off() {
+        // The default budget is the request's time to wait, but at least `callback_ms`. A callback
+        // can have a budget of its own.
         let cases = [
             ("", None, 3000),
             ("wait_ms:0", None, 1000),
@@ -105,20 +105,20 @@ mod tests {
     }
 
     #[test]
-    fn one_that_could_not_be_called_is_not_at_fault() {
+    fn a_callback_that_could_not_be_called_is_not_switched_off() {
         let (gpu, clock) = full("wait_ms:0");
         let callback = Arc::new(Callback::new("locked out", 0, move |_| {
             clock.advance(Duration::from_secs(5));
-            Reply::NotCalled("its lock was not to be had".to_owned())
+            Reply::NotCalled("its lock is taken".to_owned())
         }));
         gpu.add_callback(Arc::clone(&callback));
         full_now(gpu.alloc(MIB, S1));
         assert!(!callback.is_off() && !last(&gpu).answers[0].switched_off);
-        assert_eq!(last(&gpu).answers[0].failed.as_deref(), Some("its lock was not to be had"));
+        assert_eq!(last(&gpu).answers[0].failed.as_deref(), Some("its lock is taken"));
     }
 
     #[test]
-    fn what_is_switched_off_is_let_go_of() {
+    fn a_callback_that_is_switched_off_is_dropped() {
         let (gpu, _) = full("wait_ms:0");
         let held = Arc::new(());
         let theirs = Arc::clone(&held);
@@ -134,7 +134,7 @@ mod tests {
     }
 
     #[test]
-    fn one_callback_of_two_engines_runs_for_one_at_a_time() {
+    fn a_callback_of_two_engines_is_not_reentered() {
         let (one, other) = (Arc::new(gpu(100, "")), Arc::new(gpu(100, "")));
         for gpu in [&one, &other] {
             take(gpu, 100 * MIB, S0);
@@ -144,7 +144,7 @@ mod tests {
         let callback = Arc::new(Callback::new("both", 0, move |_| {
             count.fetch_add(1, Ordering::Relaxed);
             if let Some(other) = inner.upgrade() {
-                // Short of memory on the other device, on another thread: it does not come here again.
+                // A shortage of the other device on another thread does not call this callback.
                 let asks = std::thread::spawn(move || full_now(other.alloc(MIB, S1)));
                 asks.join().unwrap();
             }
@@ -158,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_callback_says_is_bounded() {
+    fn the_answer_of_a_callback_is_truncated() {
         let (gpu, _) = full("");
         let said = "ä".repeat(100_000);
         let callback = Callback::new("endless", 0, move |_| Reply::Said(said.clone()));
@@ -169,8 +169,8 @@ mod tests {
     }
 
     #[test]
-    fn what_it_waited_for_is_what_saved_it() {
-        // Another process lets go while the request waits: the driver then has what was missing.
+    fn a_request_served_after_a_wait_survives_by_the_wait_rung() {
+        // Another process frees its memory while the request waits.
         let gpu = real_gpu(100, "wait_ms:600000");
         assert!(gpu.driver().set_tenant(1, 90 * MIB));
         std::thread::scope(|scope| {
@@ -185,7 +185,7 @@ mod tests {
     }
 
     #[test]
-    fn a_future_made_in_a_callback_never_waits() {
+    fn a_future_created_in_a_callback_never_waits() {
         let gpu = Arc::new(real_gpu(100, "wait_ms:600000"));
         let kept = take(&gpu, 60 * MIB, S0);
         let engine = Arc::downgrade(&gpu);
@@ -202,7 +202,7 @@ mod tests {
     }
 
     #[test]
-    fn tags_are_explained() {
+    fn receipts_have_the_stacks_of_tags() {
         let gpu = gpu(100, "");
         gpu.explain_tags(|tags| {
             tags.iter().map(|tag| vec![format!("line {}", tag.0), "main".to_owned()]).collect()
@@ -212,8 +212,8 @@ mod tests {
         let receipt = last(&gpu);
         assert_eq!(receipt.stack, ["line 8", "main"]);
         assert_eq!(receipt.groups[0].stack, ["line 7", "main"]);
-        // One that panics, or says too little, costs no allocation.
-        gpu.explain_tags(|_| panic!("no words"));
+        // An explainer that panics, or returns too few stacks, fails no request.
+        gpu.explain_tags(|_| panic!("no stacks"));
         full_now(gpu.alloc_for(60 * MIB, S0, Tag(8)));
         gpu.explain_tags(|_| Vec::new());
         full_now(gpu.alloc_for(60 * MIB, S0, Tag(8)));
@@ -221,29 +221,28 @@ mod tests {
     }
 
     #[test]
-    fn a_thread_leaves_rungs_out() {
+    fn a_thread_can_skip_rungs() {
         let gpu = gpu(100, "skip_rungs:borrow");
-        let cached = take(&gpu, 60 * MIB, S0);
-        gpu.free(cached).unwrap();
+        cache(&gpu, 60 * MIB, S0);
         assert_eq!(set_skipped_rungs([Rung::Cached].into_iter().collect()), RungSet::NONE);
         full_now(gpu.alloc(80 * MIB, S0));
         assert_eq!(ended(&gpu, Rung::Cached), (Ended::Off, 0));
         assert_eq!(ended(&gpu, Rung::Borrow), (Ended::Off, 0));
-        // Another thread does not.
+        // Another thread does not skip them.
         std::thread::scope(|scope| scope.spawn(|| take(&gpu, 80 * MIB, S0)).join().unwrap());
         let before = set_skipped_rungs(RungSet::NONE);
         assert_eq!(before.iter().collect::<Vec<_>>(), [Rung::Cached]);
     }
 
     #[test]
-    fn a_thread_that_follows_wants_what_its_leader_wants() {
+    fn a_follower_thread_has_the_budget_of_its_leader() {
         cushion_core::set_followers(|| std::thread::current().name() == Some("gradients"));
         let gpu = real_gpu(100, "wait_ms:600000");
         let kept = take(&gpu, 50 * MIB, S0);
         let gate = std::sync::Barrier::new(2);
         let ask = || {
             std::thread::scope(|scope| {
-                // Somebody else holds memory that could be waited for.
+                // Another thread holds memory, so that a request can wait for it.
                 let other = scope.spawn(|| {
                     let address = take(&gpu, 40 * MIB, S0);
                     gate.wait();
@@ -252,9 +251,8 @@ mod tests {
                 while gpu.stats().allocated_bytes.all.current < 90 * MIB {
                     std::thread::yield_now();
                 }
-                // This thread was the last to ask, so it leads.
-                let spot = take(&gpu, MIB, S0);
-                gpu.free(spot).unwrap();
+                // The follower follows the thread that allocated last: this one.
+                cache(&gpu, MIB, S0);
                 let gradients = std::thread::Builder::new().name("gradients".to_owned());
                 let follower = gradients.spawn_scoped(scope, || gpu.alloc(30 * MIB, S0)).unwrap();
                 if cushion_core::budget() != Some(Duration::ZERO) {

@@ -1,5 +1,5 @@
-//! The drivers that need no GPU: both keep the contract, the simulated device does what it is told,
-//! and the checked driver catches every breach of the contract it polices.
+//! The two drivers that need no GPU. Both keep the driver's contract. The simulated device follows
+//! its script. The checked driver panics at every breach of the contract that it checks.
 
 #[cfg(test)]
 mod tests {
@@ -45,26 +45,29 @@ mod tests {
             has_pages: true,
             host: contract::NEEDED,
         }));
-        assert!(contract::check_host_pages(&sim()), "the simulated device has such pages");
+        assert!(contract::check_host_pages(&sim()), "the simulated device supports host pages");
         let without = sim();
         without.fail(FailWhen::Every(Call::CreateHost), Fault::Failed(801));
         contract::check_driver(&without);
-        assert!(!contract::check_host_pages(&without), "nothing was checked");
+        assert!(
+            !contract::check_host_pages(&without),
+            "a device without host pages is not checked"
+        );
     }
 
     #[test]
     fn the_simulated_device_refuses_what_every_driver_refuses() {
         contract::check_refusals(&sim());
         contract::check_refusals(&Arc::new(sim()));
-        // A real driver lets this one pass.
+        // A real driver accepts this call.
         let driver = sim();
         let range = driver.reserve(4 * MIB).unwrap();
-        assert!(driver.unmap(range, 2 * MIB).is_err(), "unmap where nothing is mapped");
+        assert!(driver.unmap(range, 2 * MIB).is_err(), "unmapped a range that is not mapped");
     }
 
-    /// The suite is worth something only if a broken driver fails it.
+    /// The contract suite must detect a broken driver.
     #[test]
-    fn a_driver_that_is_out_of_order_fails_the_contract() {
+    fn a_driver_whose_calls_fail_does_not_pass_the_contract() {
         for call in Call::ALL.into_iter().filter(|&call| call != Call::Dependencies) {
             let driver = sim();
             driver.fail(FailWhen::Nth(call, 1), Fault::Failed(999));
@@ -72,7 +75,7 @@ mod tests {
                 contract::check_driver(&driver);
                 contract::check_refusals(&driver);
             }));
-            assert!(checked.is_err(), "{call} fails, and the suite does not see it");
+            assert!(checked.is_err(), "the suite did not notice that {call} fails");
         }
     }
 
@@ -100,7 +103,7 @@ mod tests {
         assert_eq!((driver.held() / MIB, free()), (50, 50));
         assert!(driver.set_tenant(1, 30 * MIB) && driver.set_tenant(2, 15 * MIB));
         assert_eq!((driver.held() / MIB, free()), (50, 5));
-        assert!(!driver.set_tenant(1, 36 * MIB), "a tenant got what is not there");
+        assert!(!driver.set_tenant(1, 36 * MIB), "a tenant got more memory than is free");
         assert_eq!(free(), 5);
         assert_eq!(driver.alloc(5 * MIB + 1), full(Call::Alloc));
         assert_eq!(driver.create(6 * MIB), full(Call::Create));
@@ -112,14 +115,18 @@ mod tests {
     }
 
     #[test]
-    fn host_memory_is_counted_apart_and_runs_out_too() {
+    fn host_memory_is_counted_separately_and_is_limited() {
         let driver =
             SimDriver::new(SimConfig { host: 10 * MIB, ..SimConfig::with_capacity(2 * PAGE) });
         let held = || (driver.held() / MIB, driver.held_host() / MIB);
         let free = || driver.memory_info().unwrap().free / MIB;
         let (near, far) = (driver.create(2 * PAGE).unwrap(), driver.create_host(3 * PAGE).unwrap());
         assert_eq!((held(), free()), ((4, 6), 0));
-        assert_eq!(driver.create(PAGE), full(Call::Create), "host memory is none of the device's");
+        assert_eq!(
+            driver.create(PAGE),
+            full(Call::Create),
+            "host memory does not serve device pages"
+        );
         assert_eq!(driver.create_host(3 * PAGE), full(Call::CreateHost));
         assert_eq!(driver.create_host(MIB), failed(Call::CreateHost, 1));
         let refused = driver.create_host(3 * PAGE).unwrap_err().to_string();
@@ -131,18 +138,18 @@ mod tests {
         driver.map(range, 2 * PAGE, near).unwrap();
         driver.map(range + 2 * PAGE, 3 * PAGE, far).unwrap();
         driver.set_access(range, 5 * PAGE).unwrap();
-        assert_eq!(driver.release(far), failed(Call::Release, 1), "it is mapped");
+        assert_eq!(driver.release(far), failed(Call::Release, 1), "the page is still mapped");
         driver.unmap(range, 5 * PAGE).unwrap();
         driver.release(far).unwrap();
         assert_eq!((held(), free()), ((4, 4), 0));
         driver.release(near).unwrap();
         driver.release(rest).unwrap();
         assert_eq!((held(), free()), ((0, 0), 4));
-        assert!(driver.create_host(5 * PAGE).is_ok(), "all of it is there again");
+        assert!(driver.create_host(5 * PAGE).is_ok(), "all host memory is free again");
     }
 
     #[test]
-    fn sizes_and_places_of_pages_are_multiples_of_the_granularity() {
+    fn sizes_and_addresses_of_pages_are_multiples_of_the_granularity() {
         let driver = sim();
         for bytes in [0, 1, MIB, PAGE + 512] {
             assert_eq!(driver.create(bytes), failed(Call::Create, 1), "{bytes}");
@@ -163,7 +170,7 @@ mod tests {
     }
 
     #[test]
-    fn work_finishes_when_told_and_events_with_it() {
+    fn work_finishes_on_command_and_so_do_its_events() {
         let driver = sim();
         let [early, late, other] = [(); 3].map(|()| driver.event_create().unwrap());
         let query = |events: [EventId; 3]| events.map(|event| driver.event_query(event).unwrap());
@@ -183,7 +190,8 @@ mod tests {
         assert_eq!(query(all), [true, false, true]);
         driver.finish(S1);
         assert_eq!(query(all), [true, true, true]);
-        // A new mark forgets the old one; waiting for a stream is waiting for the device.
+        // Recording an event again replaces its first record. `stream_synchronize` waits for the
+        // whole device.
         driver.launch(S1);
         driver.launch(S2);
         driver.event_record(early, S2).unwrap();
@@ -200,7 +208,7 @@ mod tests {
     }
 
     #[test]
-    fn the_work_of_a_destroyed_stream_goes_on() {
+    fn the_work_of_a_destroyed_stream_continues() {
         let driver = sim();
         let event = driver.event_create().unwrap();
         let work = driver.launch(S1);
@@ -215,11 +223,11 @@ mod tests {
     }
 
     #[test]
-    fn the_oldest_work_is_that_of_any_stream() {
+    fn finish_oldest_finishes_work_in_launch_order_across_streams() {
         let driver = sim();
-        assert!(!driver.finish_oldest(), "nothing was queued");
+        assert!(!driver.finish_oldest(), "no work was queued");
         let event = driver.event_create().unwrap();
-        // In this order: 1, 2, 2, 1, 3, 1, where captured work is no part of it.
+        // Launch order by stream: 1, 2, 2, 1, 3, 1. Captured work does not count.
         let s3 = StreamId(3);
         for stream in [S1, S2, S2, S1] {
             driver.launch(stream);
@@ -239,7 +247,7 @@ mod tests {
         assert_eq!(done(), [1, 0, 0]);
         assert!(driver.finish_oldest());
         assert_eq!(done(), [1, 1, 0]);
-        // What was finished otherwise is passed by, however that came about.
+        // Work that is already finished is skipped.
         driver.finish_until(S1, 2);
         driver.finish(S2);
         assert_eq!(done(), [2, 2, 0]);
@@ -252,19 +260,19 @@ mod tests {
         driver.event_record(event, S2).unwrap();
         driver.event_synchronize(event).unwrap();
         assert_eq!(done(), [3, 3, 1]);
-        assert!(!driver.finish_oldest(), "all of it is finished");
+        assert!(!driver.finish_oldest(), "all work is finished");
         for stream in [S1, S2] {
             driver.launch(stream);
         }
         driver.finish(S1);
         driver.finish_all();
-        assert!(!driver.finish_oldest(), "all of it is finished");
+        assert!(!driver.finish_oldest(), "all work is finished");
         driver.launch(s3);
         assert!(driver.finish_oldest() && driver.is_finished(s3, 2));
     }
 
     #[test]
-    fn a_capture_forbids_waiting_and_grows_a_graph() {
+    fn a_capture_forbids_waiting_and_records_a_graph() {
         let driver = sim();
         let (plain, event) = (driver.alloc(MIB).unwrap(), driver.event_create().unwrap());
         driver.begin_capture(S1);
@@ -283,7 +291,7 @@ mod tests {
         assert_eq!(driver.launch(S1), 0, "captured work never runs");
         let first = terminals(S1).unwrap();
         driver.wait_for(S2, S1);
-        assert_eq!(driver.capture(S1), driver.capture(S2), "the other stream joined");
+        assert_eq!(driver.capture(S1), driver.capture(S2), "the other stream joined the capture");
         driver.launch(S2);
         let second = terminals(S2).unwrap();
         assert_eq!(driver.dependencies(second[0]), Ok(first.clone()));
@@ -297,7 +305,7 @@ mod tests {
         driver.free(plain).unwrap();
     }
 
-    /// One legal call of a kind, with all it needs at hand.
+    /// Prepares the arguments of one legal call, and returns a closure that makes the call.
     fn prepare(driver: &SimDriver, call: Call) -> Box<dyn Fn() -> DriverResult<()> + '_> {
         let mapped = || {
             let (range, page) = (driver.reserve(PAGE).unwrap(), driver.create(PAGE).unwrap());
@@ -363,15 +371,15 @@ mod tests {
         }
     }
 
-    /// Strikes when told and only then. That the same call works afterwards shows that the failure
-    /// changed nothing.
+    /// A scripted failure hits exactly the scripted calls. The same call succeeds afterwards, so
+    /// the failure changed nothing.
     #[test]
-    fn scripted_failures_strike_every_kind_of_call_and_change_nothing() {
+    fn scripted_failures_hit_every_kind_of_call_and_change_nothing() {
         for (call, fault) in
             Call::ALL.into_iter().flat_map(|c| [(c, Fault::OutOfMemory), (c, Fault::Failed(7))])
         {
             let driver = sim();
-            let struck = Err(DriverError { call, fault });
+            let failure = Err(DriverError { call, fault });
             let actions: Vec<_> = (0..5).map(|_| prepare(&driver, call)).collect();
             let made = driver.counts().of(call);
             let (held, held_host) = (driver.held(), driver.held_host());
@@ -379,26 +387,26 @@ mod tests {
             driver.fail(FailWhen::Nth(call, 2), fault);
             assert_eq!(actions[0](), Ok(()), "{call}");
             let between = (driver.held(), driver.held_host());
-            assert_eq!(actions[1](), struck);
+            assert_eq!(actions[1](), failure);
             assert_eq!((driver.held(), driver.held_host()), between, "{call}");
-            assert_eq!(actions[1](), Ok(()), "{call} once only");
+            assert_eq!(actions[1](), Ok(()), "{call} fails only once");
 
             driver.fail(FailWhen::NthOfAny(1), fault);
-            assert_eq!(actions[2](), struck);
+            assert_eq!(actions[2](), failure);
             assert_eq!(actions[2](), Ok(()), "{call}");
 
             driver.fail(FailWhen::Every(call), fault);
-            assert_eq!((actions[3](), actions[3]()), (struck, struck));
+            assert_eq!((actions[3](), actions[3]()), (failure, failure));
             driver.clear_failures();
             assert_eq!(actions[3](), Ok(()), "{call}");
 
-            // Another kind of call is not struck, but counts for a script on any call.
+            // A script for another kind of call does not apply. `NthOfAny` counts every kind.
             let other = if call == Call::Capture { Call::MemoryInfo } else { Call::Capture };
             driver.fail(FailWhen::Nth(other, 1), fault);
             driver.fail(FailWhen::NthOfAny(2), fault);
             assert_eq!(actions[4](), Ok(()), "{call}");
             driver.clear_failures();
-            assert_eq!(driver.counts().of(call) - made, 9, "failures count as calls too");
+            assert_eq!(driver.counts().of(call) - made, 9, "failed calls are counted too");
             let step = match call {
                 Call::Alloc => MIB,
                 Call::Create => PAGE,
@@ -413,7 +421,7 @@ mod tests {
     }
 
     #[test]
-    fn calls_are_counted_and_priced_by_the_list() {
+    fn calls_are_counted_and_priced() {
         let driver = sim();
         let plain = driver.alloc(20 * MIB).unwrap();
         driver.free(plain).unwrap();
@@ -445,21 +453,21 @@ mod tests {
     }
 
     #[test]
-    fn scripted_places_are_taken_where_they_are_clear() {
+    fn scripted_addresses_are_used_if_they_are_free() {
         let driver = sim();
         driver.place_alloc(MIB, 0x7000_0000);
         driver.place_reserve(0x9000_0000);
-        assert!(driver.alloc(PAGE).unwrap() >= 1 << 48, "another size passes the script by");
+        assert!(driver.alloc(PAGE).unwrap() >= 1 << 48, "the script is for another size");
         let first = driver.alloc(MIB).unwrap();
         assert_eq!(first, 0x7000_0000);
-        assert_eq!(driver.reserve(PAGE), Ok(0x9000_0000), "whatever its size");
+        assert_eq!(driver.reserve(PAGE), Ok(0x9000_0000), "a scripted reserve applies to any size");
         for taken in [0x7000_0000, 0x7000_0000 + MIB / 2, 0x9000_0000] {
             driver.place_alloc(MIB, taken);
             assert!(driver.alloc(MIB).unwrap() >= 1 << 48, "{taken:#x} is taken");
         }
         driver.free(first).unwrap();
         driver.place_alloc(MIB, first);
-        assert_eq!(driver.alloc(MIB), Ok(first), "free again");
+        assert_eq!(driver.alloc(MIB), Ok(first), "the address is free again");
         driver.place_alloc(MIB, 0x5000_0000);
         driver.clear_placements();
         assert!(driver.alloc(MIB).unwrap() >= 1 << 48);
@@ -469,7 +477,7 @@ mod tests {
 
     type Gpu = CheckedDriver<SimDriver>;
 
-    /// A driver with one accessible page at the start of a reserved range of four pages.
+    /// Returns a driver with a reserved range of four pages and one accessible page at its start.
     fn with_page() -> (Gpu, u64, PageHandle) {
         let gpu = CheckedDriver::new(sim());
         let (range, page) = (gpu.reserve(4 * PAGE).unwrap(), gpu.create(PAGE).unwrap());
@@ -482,7 +490,7 @@ mod tests {
 
     type Case = (&'static str, fn(&Gpu, u64, PageHandle));
 
-    /// Runs a case on a fresh driver; the message if it panicked.
+    /// Runs a case on a new driver; returns the panic message, if the case panicked.
     fn run((_, case): Case) -> Option<String> {
         let (gpu, range, page) = with_page();
         let panic = catch_unwind(AssertUnwindSafe(|| case(&gpu, range, page))).err()?;
@@ -490,8 +498,8 @@ mod tests {
         Some(message.or(panic.downcast_ref::<&str>().copied()).unwrap_or("?").to_owned())
     }
 
-    /// Each case breaks one rule with its last call. What the driver returns does not matter: the
-    /// checked driver must not let the call through.
+    /// The last call of each case breaks one rule, and the checked driver must panic, whatever the
+    /// inner driver would return.
     #[test]
     fn breaches_of_the_contract_are_caught() {
         let cases: &[Case] = &[
@@ -575,7 +583,7 @@ mod tests {
                 gpu.work(range, 512, S1, 1);
                 let _ = gpu.unmap(range, PAGE);
             }),
-            // Known done is what was seen done: the device being idle is not enough.
+            // The engine must observe that the work is done: an idle device is not enough.
             ("a page is unmapped while work", |gpu, range, _| {
                 gpu.work(range, 512, S1, 1);
                 gpu.inner().finish_all();
@@ -602,7 +610,7 @@ mod tests {
                 gpu.begin_capture(S1);
                 let _ = gpu.event_record(event, S1);
             }),
-            // An event tells nothing of work that was queued after it.
+            // An event does not cover work that was queued after its record.
             ("a page is unmapped while work", |gpu, range, _| {
                 let event = gpu.event_create().unwrap();
                 gpu.event_record(event, S1).unwrap();
@@ -619,14 +627,14 @@ mod tests {
                 gpu.work(plain, 1024, S1, 1);
                 gpu.work(plain + 512, 1024, S2, 2);
             }),
-            // A page is the same memory under all its addresses.
+            // A page is the same memory at all its addresses.
             ("before the work of an earlier allocation", |gpu, range, page| {
                 gpu.map(range + PAGE, PAGE, page).unwrap();
                 gpu.set_access(range + PAGE, PAGE).unwrap();
                 gpu.work(range, 512, S1, 1);
                 gpu.work(range + PAGE, 512, S2, 2);
             }),
-            // Waiting orders only what was queued by then.
+            // A wait orders only work that was queued before it.
             ("before the work of an earlier allocation", |gpu, range, _| {
                 gpu.wait(S2, S1);
                 gpu.work(range, 512, S1, 1);
@@ -640,7 +648,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_contract_allows_is_let_through() {
+    fn calls_that_the_contract_allows_are_accepted() {
         let cases: &[Case] = &[
             ("the same stream", |gpu, range, _| {
                 gpu.work(range, MIB, S1, 1);
@@ -684,7 +692,7 @@ mod tests {
                 gpu.wait_for_all(S2);
                 gpu.work(range, MIB, S2, 2);
             }),
-            // Whichever stream is named, and though it is no more.
+            // The wait covers the whole device, even through the handle of a destroyed stream.
             ("a device that was waited for", |gpu, range, page| {
                 gpu.work(range, MIB, S1, 1);
                 gpu.destroy_stream(S2);
@@ -706,9 +714,8 @@ mod tests {
         }
     }
 
-    /// An event that is not done yet says so, and then nothing is known.
     #[test]
-    fn an_event_that_is_not_done_proves_nothing() {
+    fn a_query_of_an_unfinished_event_proves_nothing() {
         let (gpu, range, _) = with_page();
         let event = gpu.event_create().unwrap();
         gpu.work(range, MIB, S1, 1);
@@ -722,9 +729,9 @@ mod tests {
         gpu.unmap(range, PAGE).unwrap();
     }
 
-    /// A call that the driver fails has changed nothing, so the checked driver notes nothing.
+    /// A failed call changes nothing, so the checked driver must not record it.
     #[test]
-    fn failed_calls_are_not_noted() {
+    fn failed_calls_are_not_recorded() {
         let (gpu, range, page) = with_page();
         let mut tries = 0;
         let mut twice = |call, action: &dyn Fn() -> DriverResult<()>| {

@@ -1,10 +1,9 @@
-//! What users of the engine rely on, one behaviour at a time: layout, errors, streams.
+//! The engine's behaviour, one test each: layout, errors, streams.
 
 mod common;
 
 #[cfg(test)]
 mod tests {
-
     use cushion_core::driver::{Call, FailWhen, Fault};
     use cushion_core::size::{GIB, KIB, MIB};
     use cushion_core::{
@@ -17,7 +16,7 @@ mod tests {
     // ---- sizes and layout ----
 
     #[test]
-    fn requests_get_the_block_and_segment_of_their_class() {
+    fn block_and_segment_sizes_depend_on_the_size_class() {
         let divisions = "roundup_power2_divisions:4";
         for (conf, request, block, reserved) in [
             ("", 1, 512, 2),
@@ -27,14 +26,14 @@ mod tests {
             ("", 10 * MIB - 512, 10 * MIB - 512, 20),
             ("", 10 * MIB, 10 * MIB, 10),
             ("", 10 * MIB + 1, 10 * MIB + 512, 12),
-            // A rest of a large block is not split off unless it is over 1 MiB.
+            // The remainder of a large block is split off only if it is larger than 1 MiB.
             ("", 11 * MIB + 1, 12 * MIB, 12),
             ("", 19 * MIB, 20 * MIB, 20),
             ("", 19 * MIB - 512, 19 * MIB - 512, 20),
             (divisions, 5 * MIB + 1, 6 * MIB, 20),
             ("large_segment_size_mb:32", 2 * MIB, 2 * MIB, 32),
             (EXPANDABLE, 1, 512, 2),
-            // Pages are multiples of what the device maps.
+            // Page sizes are multiples of the device's granularity.
             ("expandable_segments:True,large_segment_size_mb:21", 11 * MIB, 11 * MIB, 22),
             (EXPANDABLE, 10 * MIB, 10 * MIB, 20),
             (EXPANDABLE, 11 * MIB + 1, 11 * MIB + 512, 20),
@@ -65,17 +64,17 @@ mod tests {
             for index in [0, 2] {
                 gpu.free(blocks[index]).unwrap();
             }
-            assert_eq!(take(&gpu, 200 * KIB, S0), at(0), "the smallest that is large enough");
-            assert_eq!(take(&gpu, 56 * KIB, S0), at(200), "the rest of it fits exactly");
+            assert_eq!(take(&gpu, 200 * KIB, S0), at(0), "the smallest block that fits");
+            assert_eq!(take(&gpu, 56 * KIB, S0), at(200), "the remainder fits exactly");
             assert_eq!(gpu.stats().free_blocks(), 1);
             gpu.free(at(200)).unwrap();
             gpu.free(blocks[1]).unwrap();
-            assert_eq!(gpu.stats().largest_free_block(), 696 * KIB, "merged to both sides");
+            assert_eq!(gpu.stats().largest_free_block(), 696 * KIB, "merged with both neighbours");
             for address in [at(0), blocks[3], blocks[4]] {
                 gpu.free(address).unwrap();
             }
             assert_eq!((gpu.stats().free_blocks(), gpu.stats().largest_free_block()), (1, 2 * MIB));
-            // Of two that fit alike, the lower address.
+            // Of two blocks of the same size, the one with the lower address is used.
             let blocks = [4, 4, 4, 4].map(|kib| take(&gpu, kib * KIB, S0));
             gpu.free(blocks[2]).unwrap();
             gpu.free(blocks[0]).unwrap();
@@ -88,13 +87,13 @@ mod tests {
     fn expandable_segments_grow_in_place_and_shrink_by_whole_pages() {
         let gpu = gpu(100, EXPANDABLE);
         let base = take(&gpu, 15 * MIB, S0);
-        assert_eq!(take(&gpu, 30 * MIB, S0), base + 15 * MIB, "the free end of a page is used");
+        assert_eq!(take(&gpu, 30 * MIB, S0), base + 15 * MIB, "the free end of the page is used");
         assert_eq!((calls(&gpu, Call::Reserve), reserved_mib(&gpu)), (1, 60));
         gpu.free(base + 15 * MIB).unwrap();
         gpu.empty_cache().unwrap();
-        assert_eq!(reserved_mib(&gpu), 20, "the page that is half in use stays");
+        assert_eq!(reserved_mib(&gpu), 20, "the page that is partly in use stays");
         assert_eq!(gpu.stats().largest_free_block(), 5 * MIB);
-        // Pages come back at the lowest address that has room.
+        // New pages are mapped at the lowest address with room.
         let high = take(&gpu, 25 * MIB, S0);
         assert_eq!(high, base + 15 * MIB);
         let end = take(&gpu, 20 * MIB, S0);
@@ -141,7 +140,7 @@ mod tests {
     // ---- errors ----
 
     #[test]
-    fn addresses_of_live_and_cached_memory_are_known() {
+    fn holds_is_true_for_live_and_cached_addresses() {
         for conf in POLICIES {
             let gpu = gpu(100, conf);
             let address = take(&gpu, 3 * MIB, S0);
@@ -155,7 +154,7 @@ mod tests {
     }
 
     #[test]
-    fn zero_bytes_are_null() {
+    fn a_request_of_zero_bytes_returns_the_null_address() {
         let gpu = gpu(100, "");
         unchanged(&gpu, || {
             assert_eq!(take(&gpu, 0, S0), 0);
@@ -169,14 +168,17 @@ mod tests {
         for conf in POLICIES {
             let gpu = gpu(100, conf);
             let live = take(&gpu, 3 * MIB, S0);
-            let freed = take(&gpu, MIB, S1);
-            gpu.free(freed).unwrap();
+            let freed = cache(&gpu, MIB, S1);
             for bytes in [100 * MIB + 1, GIB, u64::MAX / 2, u64::MAX - 511, u64::MAX] {
                 let (before, ooms) = (gpu.snapshot(), gpu.stats().num_ooms);
                 let shortage = never_fits(gpu.alloc(bytes, S0));
                 assert_eq!((gpu.snapshot(), gpu.stats().num_ooms), (before, ooms + 1));
                 let rungs: Vec<_> = shortage.tried.iter().map(|tried| tried.rung).collect();
-                assert_eq!(rungs, [Rung::Grow], "nothing was given back in vain");
+                assert_eq!(
+                    rungs,
+                    [Rung::Grow],
+                    "no memory was released for a request that never fits"
+                );
                 assert_eq!((shortage.requested, shortage.device_total), (bytes, 100 * MIB));
             }
             for address in [freed, live + 512, 1, u64::MAX] {
@@ -211,7 +213,7 @@ mod tests {
     }
 
     #[test]
-    fn full_now_never_and_a_broken_driver_are_told_apart() {
+    fn errors_distinguish_full_now_never_fits_and_driver() {
         for conf in POLICIES {
             let gpu = gpu(100, conf);
             let first = take(&gpu, 60 * MIB, S0);
@@ -220,7 +222,7 @@ mod tests {
             assert_eq!((shortage.reserved, shortage.allocated), (60 * MIB, 60 * MIB));
             assert_eq!((shortage.device_free, shortage.allowed), (Some(40 * MIB), None));
             let deeds: Vec<_> = shortage.deeds().map(ToString::to_string).collect();
-            assert_eq!(deeds, ["asked for more memory"], "there was nothing to give back");
+            assert_eq!(deeds, ["asked for more memory"], "no cached memory could be released");
             let text = AllocError::FullNow(Box::new(shortage)).to_string();
             for part in ["out of memory", "50.00 MiB", "40.00 MiB of 100.00 MiB free", "60.00 MiB"]
             {
@@ -247,7 +249,7 @@ mod tests {
     }
 
     #[test]
-    fn a_free_whose_event_fails_is_taken_and_completed_later() {
+    fn a_free_whose_event_fails_is_accepted_and_completed_later() {
         for call in [Call::EventCreate, Call::EventRecord] {
             let gpu = gpu(100, "");
             gpu.set_lasting_streams(LastingStreams::All);
@@ -257,7 +259,7 @@ mod tests {
             gpu.driver().fail(FailWhen::Nth(call, 1), Fault::Failed(7));
             assert!(matches!(gpu.free(address), Err(AddressError::Driver { .. })));
             assert_eq!(gpu.free(address), Err(AddressError::Unknown { address }));
-            assert_ne!(take(&gpu, MIB, S0), address, "its event was recorded only now");
+            assert_ne!(take(&gpu, MIB, S0), address, "the event was recorded only by this request");
             gpu.driver().finish(S1);
             assert_eq!(take(&gpu, MIB, S0), address);
             gpu.check_invariants().unwrap();
@@ -265,17 +267,17 @@ mod tests {
     }
 
     #[test]
-    fn at_once_means_without_waiting_or_giving_back() {
+    fn alloc_at_once_neither_waits_nor_releases_memory() {
         for conf in POLICIES {
             let gpu = gpu(100, conf);
             let at_once = |bytes| gpu.alloc_at_once_for(bytes, S0, Tag(7)).unwrap();
             assert_eq!(at_once(0), Some(0));
-            let first = at_once(60 * MIB).expect("the driver has it");
+            let first = at_once(60 * MIB).expect("the driver has memory");
             assert_eq!(gpu.tag_of(first), Some(Tag(7)));
             let (base, size) = gpu.base_of(first).unwrap();
             assert!(base <= first && first + 60 * MIB <= base + size, "{conf}");
             gpu.free(first).unwrap();
-            assert_eq!(at_once(60 * MIB), Some(first), "a free block");
+            assert_eq!(at_once(60 * MIB), Some(first), "the free block serves");
             gpu.free(first).unwrap();
 
             let calls = gpu.driver().counts();
@@ -284,24 +286,23 @@ mod tests {
             for call in [Call::Free, Call::Unmap, Call::StreamSynchronize, Call::EventSynchronize] {
                 assert_eq!(before.of(call), after.of(call), "{conf}: {call}");
             }
-            assert_eq!(gpu.stats().num_ooms, 0, "it was not refused yet");
+            assert_eq!(gpu.stats().num_ooms, 0, "no request was refused yet");
             take(&gpu, 80 * MIB, S1);
             assert_eq!(gpu.alloc_at_once_for(200 * MIB, S0, Tag::NONE).unwrap(), None);
             gpu.check_invariants().unwrap();
         }
-        // Garbage is collected before the driver is asked, and that may wait.
+        // Garbage collection comes before the driver call, and it may wait.
         let gpu = gpu(100, "garbage_collection_threshold:0.1,per_process_memory_fraction:0.9");
         assert_eq!(gpu.alloc_at_once_for(MIB, S0, Tag::NONE).unwrap(), None);
-        let address = take(&gpu, MIB, S0);
-        gpu.free(address).unwrap();
+        let address = cache(&gpu, MIB, S0);
         assert_eq!(gpu.alloc_at_once_for(MIB, S0, Tag::NONE).unwrap(), Some(address));
     }
 
-    /// Though its pages would be rounded up where there is more.
+    /// Page sizes are rounded up only if the device has room for that.
     #[test]
-    fn what_fits_the_device_exactly_is_served_by_pages() {
+    fn paged_serves_a_request_of_the_whole_device() {
         for mib in [2, 6, 90, 1000, 1022, 1024] {
-            let gpu = gpu(mib, "paged:True");
+            let gpu = gpu(mib, PAGED);
             let all = take(&gpu, mib * MIB, S0);
             assert_eq!(reserved_mib(&gpu), mib);
             gpu.free(all).unwrap();
@@ -315,7 +316,7 @@ mod tests {
     }
 
     #[test]
-    fn options_are_replaced_as_a_whole() {
+    fn set_options_replaces_every_option() {
         let gpu = gpu(
             100,
             "expandable_segments:True,per_process_memory_fraction:0.5,max_split_size_mb:30",
@@ -358,13 +359,13 @@ mod tests {
                 gpu.driver().launch(stream);
             }
             gpu.free(address).unwrap();
-            assert_eq!(calls(&gpu, Call::EventRecord), 2, "one event for each stream");
+            assert_eq!(calls(&gpu, Call::EventRecord), 2, "one event per stream");
             let stats = gpu.stats();
             assert_eq!((stats.allocation.all.current, stats.active.all.current), (0, 1));
             let use_ = gpu.snapshot().segments[0].blocks[0].use_;
             assert_eq!(use_, BlockUse::Pending);
             for done in [S2, S1] {
-                assert_ne!(take(&gpu, MIB, S0), address, "{done:?} is still at work");
+                assert_ne!(take(&gpu, MIB, S0), address, "{done:?} still uses the block");
                 gpu.driver().finish(done);
             }
             assert_eq!(take(&gpu, MIB, S0), address, "{conf}");
@@ -372,7 +373,7 @@ mod tests {
     }
 
     #[test]
-    fn events_are_used_again() {
+    fn events_are_reused() {
         let gpu = gpu(100, "");
         for _ in 0..1000 {
             let address = take(&gpu, MIB, S0);
@@ -405,8 +406,7 @@ mod tests {
     fn streams_do_not_share_free_memory() {
         for conf in POLICIES {
             let gpu = gpu(100, conf);
-            let first = take(&gpu, MIB, S0);
-            gpu.free(first).unwrap();
+            let first = cache(&gpu, MIB, S0);
             assert_ne!(take(&gpu, MIB, S1), first, "{conf}");
             assert_eq!(gpu.stats().misses, 2);
             assert_eq!(take(&gpu, MIB, S0), first, "{conf}");

@@ -1,4 +1,4 @@
-//! What users of the engine rely on: figures, history, snapshots, threads, the end.
+//! The engine's behaviour, one test each: statistics, history, snapshots, threads, drop.
 
 mod common;
 
@@ -18,10 +18,10 @@ mod tests {
 
     use crate::common::*;
 
-    // ---- figures ----
+    // ---- statistics, history, snapshots ----
 
     #[test]
-    fn figures_agree_with_each_other_and_can_be_reset() {
+    fn statistics_are_consistent_and_can_be_reset() {
         let gpu = gpu(100, "");
         let a = take(&gpu, 700, S0);
         let b = take(&gpu, 3 * MIB, S1);
@@ -72,9 +72,9 @@ mod tests {
         gpu.check_invariants().unwrap();
     }
 
-    /// A filter runs with the lock held, so this would hang if reading took the lock.
+    /// A stream filter runs with the engine's lock held: the test hangs if `stats` takes the lock.
     #[test]
-    fn figures_can_be_read_while_the_engine_is_locked() {
+    fn stats_does_not_take_the_lock() {
         let gpu = Arc::new(gpu(100, ""));
         let (reader, seen) = (Arc::downgrade(&gpu), Arc::new(AtomicU64::new(0)));
         let note = Arc::clone(&seen);
@@ -89,12 +89,12 @@ mod tests {
     }
 
     #[test]
-    fn history_tells_what_happened_in_order() {
+    fn history_has_every_action_in_order() {
         use Action::{
             Alloc, FreeCompleted, FreeRequested, OutOfMemory, SegmentAlloc, SegmentFree,
             SegmentMap, SegmentUnmap, Snapshot,
         };
-        for (conf, got, lost) in
+        for (conf, obtained, released) in
             [("", SegmentAlloc, SegmentFree), (EXPANDABLE, SegmentMap, SegmentUnmap)]
         {
             let clock = Arc::new(VirtualClock::new());
@@ -103,7 +103,7 @@ mod tests {
             let sim = Arc::new(SimDriver::new(SimConfig::with_capacity(100 * MIB)));
             let gpu = Engine::with_config(sim, config);
             take(&gpu, MIB, S0);
-            assert_eq!(gpu.history(), (vec![], 0), "off unless asked for");
+            assert_eq!(gpu.history(), (vec![], 0), "history is off by default");
 
             gpu.record_history(100);
             clock.advance(Duration::from_secs(3));
@@ -115,8 +115,9 @@ mod tests {
             let _ = gpu.snapshot();
             let (entries, dropped) = gpu.history();
             let actions: Vec<Action> = entries.iter().map(|entry| entry.action).collect();
-            let start = [got, Alloc, FreeRequested, FreeCompleted, OutOfMemory, lost, Snapshot];
-            assert_eq!((&actions[..], dropped), (&start[..], 0), "{conf}");
+            let expected =
+                [obtained, Alloc, FreeRequested, FreeCompleted, OutOfMemory, released, Snapshot];
+            assert_eq!((&actions[..], dropped), (&expected[..], 0), "{conf}");
             assert_eq!((entries[0].size, entries[1].size), (20 * MIB, 19 * MIB + 1));
             assert_eq!((entries[1].address, entries[1].stream), (address, S1));
             assert_eq!((entries[1].tag, entries[2].tag), (Tag(5), Tag(5)));
@@ -135,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn a_snapshot_shows_every_byte_once() {
+    fn a_snapshot_has_every_byte_once() {
         for conf in POLICIES {
             let gpu = gpu(200, conf);
             let kept: Vec<u64> =
@@ -154,7 +155,7 @@ mod tests {
             for segment in &snapshot.segments {
                 let mut end = segment.address;
                 for block in &segment.blocks {
-                    assert_eq!(block.address, end, "blocks tile their segment");
+                    assert_eq!(block.address, end, "the blocks of a segment are contiguous");
                     end += block.size;
                     *bytes.entry(block.use_.name()).or_insert(0) += block.size;
                     if block.use_ == BlockUse::Live {
@@ -170,10 +171,11 @@ mod tests {
         }
     }
 
-    // ---- threads and the end ----
+    // ---- threads and drop ----
 
-    /// Threads with a stream of their own and one they share take and free on a device that is too
-    /// small for all; no byte is ever handed out twice, and all of it comes back.
+    /// Each thread allocates and frees on its own stream and on a shared one. The device is too
+    /// small for all threads. No byte is handed out twice, and all memory can be released at the
+    /// end.
     #[test]
     fn threads_share_an_engine() {
         fn is_shared<T: Send + Sync>(_: &T) {}
@@ -243,7 +245,7 @@ mod tests {
     }
 
     #[test]
-    fn dropping_an_engine_gives_back_what_is_cached() {
+    fn drop_releases_cached_memory() {
         for (conf, kept) in [("", 30 * MIB), (EXPANDABLE, 40 * MIB)] {
             let sim = Arc::new(SimDriver::new(SimConfig::with_capacity(200 * MIB)));
             let gpu = Engine::new(Arc::clone(&sim));
@@ -255,10 +257,9 @@ mod tests {
             gpu.free(pending).unwrap();
             gpu.free(cached).unwrap();
             gpu.begin_allocate_to_pool(POOL, every_stream()).unwrap();
-            let private = gpu.alloc(20 * MIB, S0).unwrap();
-            gpu.free(private).unwrap();
+            cache(&gpu, 20 * MIB, S0);
             drop(gpu);
-            assert_eq!(sim.held(), kept, "what is live is its owner's: {conf}");
+            assert_eq!(sim.held(), kept, "live memory stays allocated: {conf}");
             let counts = sim.counts();
             assert_eq!(counts.of(Call::EventDestroy), counts.of(Call::EventCreate));
             if conf.is_empty() {

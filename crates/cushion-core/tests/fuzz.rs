@@ -1,5 +1,5 @@
-//! A short, repeatable run of the engine's fuzz target: every file of its corpus as it is, then damaged in many ways.
-//! `make fuzz TARGET=engine` runs it for as long as one likes.
+//! A short, deterministic run of the engine's fuzz target: every file of the corpus, then mutations
+//! of these files. `make fuzz TARGET=engine` runs the target for as long as needed.
 
 #[path = "../../../fuzz/programs.rs"]
 mod programs;
@@ -14,7 +14,7 @@ mod tests {
 
     use super::programs;
 
-    /// Damaged inputs.
+    /// Number of mutated inputs.
     const INPUTS: u64 = 2000;
 
     fn corpus() -> Vec<(String, Vec<u8>)> {
@@ -26,7 +26,7 @@ mod tests {
             .map(|path| (path.display().to_string(), fs::read(&path).unwrap()))
             .collect();
         files.sort();
-        assert!(!files.is_empty(), "no corpus");
+        assert!(!files.is_empty(), "the corpus is empty");
         files
     }
 
@@ -34,17 +34,17 @@ mod tests {
         usize::try_from(random.next() % sides.max(1) as u64).unwrap()
     }
 
-    /// Changes, drops, repeats or puts in some bytes; `other` is another file of the corpus.
-    fn damage(random: &mut Random, bytes: &mut Vec<u8>, other: &[u8]) {
+    /// Changes, removes, repeats or inserts some bytes. `other` is another file of the corpus.
+    fn mutate(random: &mut Random, bytes: &mut Vec<u8>, other: &[u8]) {
         let at = roll(random, bytes.len());
         let end = (at + 1 + roll(random, 24)).min(bytes.len());
         match roll(random, 6) {
             0 | 1 if at < bytes.len() => bytes[at] = random.next().to_le_bytes()[0],
             2 => drop(bytes.drain(at..end)),
             3 => {
-                let piece = bytes[at..end].repeat(1 + roll(random, 8));
+                let repeated = bytes[at..end].repeat(1 + roll(random, 8));
                 let to = roll(random, bytes.len());
-                bytes.splice(to..to, piece);
+                bytes.splice(to..to, repeated);
             }
             4 => {
                 let from = roll(random, other.len());
@@ -56,7 +56,7 @@ mod tests {
     }
 
     #[test]
-    fn engine() {
+    fn corpus_and_mutations_run_without_failure() {
         let files = corpus();
         for (name, bytes) in &files {
             assert!(catch_unwind(|| programs::run(bytes)).is_ok(), "{name}");
@@ -66,19 +66,20 @@ mod tests {
             let mut bytes = files[roll(&mut random, files.len())].1.clone();
             let other = &files[roll(&mut random, files.len())].1;
             for _ in 0..=roll(&mut random, 6) {
-                damage(&mut random, &mut bytes, other);
+                mutate(&mut random, &mut bytes, other);
             }
             let program = Program::read(&bytes);
             if program.failure().is_some() {
-                let least = program.shrunk();
-                panic!("input {input}: {}\n{least:#?}", least.failure().unwrap_or_default());
+                let smallest = program.shrunk();
+                panic!("input {input}: {}\n{smallest:#?}", smallest.failure().unwrap_or_default());
             }
         }
     }
 
-    /// Bytes stand for the same program wherever they are read, and too few or too many for one too.
+    /// The same bytes give the same program. Every byte string, even one that is too short or too
+    /// long, gives a program.
     #[test]
-    fn all_bytes_are_programs() {
+    fn every_byte_string_is_a_program() {
         assert!(Program::read(&[]).actions.is_empty());
         assert!(Program::read(&[0; 5000]).actions.len() > 100);
         let bytes = Program::bytes(7);

@@ -1,5 +1,5 @@
-//! Every rung, alone and in order: wins enough, wins too little, wins nothing, fails, is switched off, is
-//! illegal now.
+//! Every rung, alone and in order: it wins enough, wins too little, wins nothing, fails, is
+//! switched off, is illegal during a capture.
 
 mod common;
 
@@ -14,14 +14,14 @@ mod tests {
     use cushion_core::size::MIB;
     use cushion_core::{
         AllocError, Ended, Injection, Ladder, LastingStreams, Outcome, Policy, Remedy, Rung,
-        set_budget,
+        StreamId, set_budget,
     };
 
     use crate::common::*;
 
-    /// All rungs but one, and those without which there is no shortage.
+    /// Returns a conf string that skips every rung that can be skipped, except `rung`.
     fn only(rung: Rung) -> String {
-        let others = Rung::ALL.into_iter().filter(|&it| it != rung && it.can_be_skipped());
+        let others = Rung::ALL.into_iter().filter(|&other| other != rung && other.can_be_skipped());
         format!("skip_rungs:{}", others.map(Rung::name).collect::<Vec<_>>().join("+"))
     }
 
@@ -29,6 +29,7 @@ mod tests {
         gpu(mib, &format!("{},{conf}", only(rung)))
     }
 
+    /// Returns the rung that served the latest shortage.
     fn survived(gpu: &Gpu) -> Option<Rung> {
         match last(gpu).outcome {
             Outcome::Survived(rung) => Some(rung),
@@ -36,8 +37,8 @@ mod tests {
         }
     }
 
-    /// Frees a block that work on another stream still uses.
-    fn free_pending(gpu: &Gpu, address: u64, user: cushion_core::StreamId) {
+    /// Frees a block while unfinished work of another stream uses it.
+    fn free_pending(gpu: &Gpu, address: u64, user: StreamId) {
         gpu.record_stream(address, user).unwrap();
         gpu.driver().launch(user);
         gpu.free(address).unwrap();
@@ -48,41 +49,36 @@ mod tests {
     #[test]
     fn garbage() {
         let conf = "garbage_collection_threshold:0.5,per_process_memory_fraction:0.9";
-        // What is old goes before the driver is asked, so that there is no shortage.
+        // Old blocks are released before the driver call, so there is no shortage.
         let enough = gpu_only(100, Rung::Garbage, conf);
         let old = take(&enough, 40 * MIB, S0);
         let _live = take(&enough, 20 * MIB, S0);
         enough.free(old).unwrap();
         take(&enough, 50 * MIB, S1);
         assert_eq!((enough.receipts().len(), reserved_mib(&enough)), (0, 70));
-        // The rest falls short.
+        // Nothing is left to collect: this request is refused.
         full_now(enough.alloc(60 * MIB, S1));
         assert_eq!(ended(&enough, Rung::Garbage), (Ended::Nothing, 0));
 
         let too_little = gpu_only(100, Rung::Garbage, conf);
         let _live = take(&too_little, 40 * MIB, S0);
-        let old = take(&too_little, 20 * MIB, S0);
-        too_little.free(old).unwrap();
+        cache(&too_little, 20 * MIB, S0);
         full_now(too_little.alloc(60 * MIB, S0));
         assert_eq!(ended(&too_little, Rung::Garbage), (Ended::TooLittle, 20));
 
         let fails = gpu_only(100, Rung::Garbage, conf);
-        let old = take(&fails, 60 * MIB, S0);
-        fails.free(old).unwrap();
+        cache(&fails, 60 * MIB, S0);
         fails.driver().fail(FailWhen::Nth(Call::Free, 1), Fault::Failed(7));
-        let error = fails.alloc(50 * MIB, S1).unwrap_err();
-        assert!(matches!(error, AllocError::Driver(_)), "{error}");
+        assert_driver_error(fails.alloc(50 * MIB, S1));
         assert_eq!((ended(&fails, Rung::Garbage).0, reserved_mib(&fails)), (Ended::Failed, 60));
 
         let off = gpu(100, &format!("{conf},skip_rungs:garbage+borrow+oversize+cached+pieces"));
-        let old = take(&off, 60 * MIB, S0);
-        off.free(old).unwrap();
+        cache(&off, 60 * MIB, S0);
         full_now(off.alloc(50 * MIB, S1));
         assert_eq!(ended(&off, Rung::Garbage), (Ended::Off, 0));
 
         let illegal = gpu_only(100, Rung::Garbage, conf);
-        let old = take(&illegal, 60 * MIB, S0);
-        illegal.free(old).unwrap();
+        cache(&illegal, 60 * MIB, S0);
         illegal.begin_allocate_to_pool(POOL, every_stream()).unwrap();
         let shortage = full_now(illegal.alloc(50 * MIB, S1));
         assert_eq!(ended(&illegal, Rung::Garbage), (Ended::Illegal, 0));
@@ -93,18 +89,17 @@ mod tests {
 
     #[test]
     fn poll() {
-        // Frees that are done by then serve: the free that fails first leaves one more to be seen.
+        // The free is pending, so polling wins nothing.
         let gpu = gpu_only(40, Rung::Poll, "");
         let [pending, _live] = [(); 2].map(|()| take(&gpu, 20 * MIB, S0));
         free_pending(&gpu, pending, S1);
         full_now(gpu.alloc(20 * MIB, S0));
         assert_eq!(ended(&gpu, Rung::Poll), (Ended::Nothing, 0));
         gpu.driver().fail(FailWhen::Nth(Call::EventQuery, 2), Fault::Failed(7));
-        let error = gpu.alloc(20 * MIB, S0).unwrap_err();
-        assert!(matches!(error, AllocError::Driver(_)), "{error}");
+        assert_driver_error(gpu.alloc(20 * MIB, S0));
         assert_eq!(ended(&gpu, Rung::Poll), (Ended::Failed, 0));
         gpu.driver().finish_all();
-        assert_eq!(take(&gpu, 20 * MIB, S0), pending, "every allocation looks");
+        assert_eq!(take(&gpu, 20 * MIB, S0), pending, "every allocation completes finished frees");
 
         let off = gpu_with_all_off();
         full_now(off.alloc(60 * MIB, S0));
@@ -117,6 +112,7 @@ mod tests {
         assert_eq!(ended(&illegal, Rung::Poll), (Ended::Illegal, 0));
     }
 
+    /// Returns an engine that skips every rung that can be skipped, with 80 of 100 MiB live.
     fn gpu_with_all_off() -> Gpu {
         let all = Rung::ALL.into_iter().filter(|rung| rung.can_be_skipped());
         let gpu =
@@ -126,8 +122,7 @@ mod tests {
     }
 
     #[test]
-    fn poll_sees_what_finished_a_moment_ago() {
-        // Another thread's work ends between the first look and the rung: here, by a driver call on the way.
+    fn a_refusal_with_only_poll_reports_the_pending_bytes() {
         let gpu = gpu_only(60, Rung::Poll, EXPANDABLE);
         let [pending, _live] = [(); 2].map(|()| take(&gpu, 20 * MIB, S0));
         let plain = gpu.driver().counts();
@@ -142,27 +137,25 @@ mod tests {
         for conf in POLICIES {
             let enough = gpu_only(100, Rung::Borrow, conf);
             enough.set_lasting_streams(LastingStreams::These(BTreeSet::from([S1])));
-            let cached = take(&enough, 60 * MIB, S0);
-            enough.free(cached).unwrap();
+            let cached = cache(&enough, 60 * MIB, S0);
             let got = take(&enough, 60 * MIB, S1);
             assert_eq!((got, survived(&enough)), (cached, Some(Rung::Borrow)), "{conf}");
-            assert_eq!(reserved_mib(&enough), 60, "nothing was given back");
-            // It is S0's again only when S1 is done with it.
+            assert_eq!(reserved_mib(&enough), 60, "no memory was released");
+            // The block is free for S0 only when S1 is done with it.
             enough.driver().launch(S1);
             enough.free(got).unwrap();
             full_now(enough.alloc(60 * MIB, S0));
             enough.driver().finish(S1);
             assert_eq!(take(&enough, 60 * MIB, S0), cached);
 
-            // Whole, or not at all: the driver could make better use of it.
+            // A block is borrowed whole or not at all: the driver can use the rest better.
             let nothing = gpu_only(100, Rung::Borrow, conf);
-            let cached = take(&nothing, 60 * MIB, S0);
-            nothing.free(cached).unwrap();
+            cache(&nothing, 60 * MIB, S0);
             full_now(nothing.alloc(50 * MIB, S1));
             assert_eq!(ended(&nothing, Rung::Borrow), (Ended::Nothing, 0));
             full_now(nothing.alloc(70 * MIB, S1));
             assert_eq!(ended(&nothing, Rung::Borrow), (Ended::Nothing, 0));
-            helping_out(Rung::Borrow, 60, conf);
+            check_use_of_other_streams(Rung::Borrow, 60, conf);
         }
     }
 
@@ -170,24 +163,26 @@ mod tests {
     fn pieces() {
         for conf in POLICIES {
             let enough = gpu_only(100, Rung::Pieces, conf);
-            let cached = take(&enough, 60 * MIB, S0);
-            enough.free(cached).unwrap();
+            let cached = cache(&enough, 60 * MIB, S0);
             let got = take(&enough, 50 * MIB, S1);
             assert_eq!((got, survived(&enough)), (cached, Some(Rung::Pieces)), "{conf}");
-            assert_eq!(take(&enough, 10 * MIB, S0), cached + 50 * MIB, "the rest is still S0's");
+            assert_eq!(
+                take(&enough, 10 * MIB, S0),
+                cached + 50 * MIB,
+                "the rest still belongs to S0"
+            );
 
             let too_little = gpu_only(100, Rung::Pieces, conf);
-            let cached = take(&too_little, 60 * MIB, S0);
-            too_little.free(cached).unwrap();
+            cache(&too_little, 60 * MIB, S0);
             full_now(too_little.alloc(70 * MIB, S1));
             assert_eq!(ended(&too_little, Rung::Pieces), (Ended::Nothing, 0));
-            helping_out(Rung::Pieces, 50, conf);
+            check_use_of_other_streams(Rung::Pieces, 50, conf);
         }
     }
 
-    /// What the two rungs that use other streams' memory have in common.
-    fn helping_out(rung: Rung, mib: u64, conf: &str) {
-        // Somebody is still at work on it.
+    /// Checks what the two rungs that use memory of other streams have in common.
+    fn check_use_of_other_streams(rung: Rung, mib: u64, conf: &str) {
+        // The stream of the free block is still busy.
         let busy = gpu_only(100, rung, conf);
         let cached = take(&busy, 60 * MIB, S0);
         busy.driver().launch(S0);
@@ -196,39 +191,34 @@ mod tests {
         assert_eq!(ended(&busy, rung), (Ended::Nothing, 0));
 
         let fails = gpu_only(100, rung, conf);
-        let cached = take(&fails, 60 * MIB, S0);
-        fails.free(cached).unwrap();
+        cache(&fails, 60 * MIB, S0);
         fails.driver().fail(FailWhen::Nth(Call::EventQuery, 1), Fault::Failed(7));
-        let error = fails.alloc(mib * MIB, S1).unwrap_err();
-        assert!(matches!(error, AllocError::Driver(_)), "{error}");
+        assert_driver_error(fails.alloc(mib * MIB, S1));
         assert_eq!(ended(&fails, rung), (Ended::Failed, 0));
         take(&fails, mib * MIB, S1);
 
         let off = gpu(100, &format!("skip_rungs:borrow+pieces+cached,{conf}"));
-        let cached = take(&off, 60 * MIB, S0);
-        off.free(cached).unwrap();
+        cache(&off, 60 * MIB, S0);
         full_now(off.alloc(mib * MIB, S1));
         assert_eq!(ended(&off, rung), (Ended::Off, 0));
 
-        // A pool of its own borrows nothing; during a capture nobody may ask whether a stream is done.
+        // A private pool does not borrow. During a capture no stream may be queried.
         let illegal = gpu_only(100, rung, conf);
-        let cached = take(&illegal, 60 * MIB, S0);
-        illegal.free(cached).unwrap();
+        cache(&illegal, 60 * MIB, S0);
         illegal.begin_allocate_to_pool(POOL, Box::new(|stream| stream == S2)).unwrap();
         full_now(illegal.alloc(mib * MIB, S1));
         full_now(illegal.alloc(mib * MIB, S2));
         assert_eq!(calls(&illegal, Call::EventQuery), 0);
-        // A private pool that allows it could still lend.
+        // `borrow` is legal, because a private pool with `use_on_oom` could serve the request.
         let how = if rung == Rung::Pieces { Ended::Illegal } else { Ended::Nothing };
         assert_eq!(ended(&illegal, rung), (how, 0));
     }
 
     #[test]
-    fn small_requests_borrow_from_large_blocks_and_the_other_way_round() {
+    fn small_requests_borrow_from_large_blocks_and_large_ones_from_small_blocks() {
         for conf in POLICIES {
             let gpu = gpu_only(20, Rung::Pieces, conf);
-            let large = take(&gpu, 20 * MIB, S0);
-            gpu.free(large).unwrap();
+            let large = cache(&gpu, 20 * MIB, S0);
             let small = take(&gpu, 1000, S0);
             assert_eq!((small, survived(&gpu)), (large, Some(Rung::Pieces)));
             gpu.free(small).unwrap();
@@ -236,30 +226,29 @@ mod tests {
         }
         let gpu = gpu_only(22, Rung::Pieces, "");
         take(&gpu, 20 * MIB, S0);
-        let small = take(&gpu, MIB, S0);
-        gpu.free(small).unwrap();
+        let small = cache(&gpu, MIB, S0);
         assert_eq!(take(&gpu, MIB + 1, S0), small);
     }
 
     #[test]
     fn events() {
         for conf in POLICIES {
-            // Just enough of them, oldest first: the third is not waited for.
+            // The rung waits for just enough frees, oldest first.
             let enough = gpu_only(60, Rung::Events, conf);
             let blocks = [(); 3].map(|()| take(&enough, 20 * MIB, S0));
             for (index, &block) in blocks.iter().enumerate() {
-                free_pending(&enough, block, [S1, S2, cushion_core::StreamId(3)][index]);
+                free_pending(&enough, block, [S1, S2, StreamId(3)][index]);
             }
             let got = take(&enough, 20 * MIB, S0);
             assert_eq!((got, survived(&enough)), (blocks[0], Some(Rung::Events)), "{conf}");
             assert_eq!(ended(&enough, Rung::Events), (Ended::Served, 20));
-            assert!(!enough.driver().is_finished(S2, 1), "nobody waited for S2");
+            assert!(!enough.driver().is_finished(S2, 1), "the rung waited for S2");
             let waits =
                 calls(&enough, Call::EventSynchronize) + calls(&enough, Call::StreamSynchronize);
-            assert_eq!(waits, 0, "never for the whole device");
+            assert_eq!(waits, 0, "the rung waited for an event or the device");
             assert!(last(&enough).took > Duration::ZERO);
 
-            // Together they would not be enough: they are not waited for.
+            // All pending frees together are not enough: the rung does not wait.
             let too_little = gpu_only(60, Rung::Events, conf);
             let pending = take(&too_little, 20 * MIB, S0);
             take(&too_little, 40 * MIB, S0);
@@ -268,7 +257,7 @@ mod tests {
             assert_eq!(ended(&too_little, Rung::Events), (Ended::Nothing, 0));
             assert_eq!(last(&too_little).took, Duration::ZERO, "refused at once");
 
-            // Time is up before the work is done.
+            // The budget ends before the work is done.
             let slow = gpu_only(60, Rung::Events, &format!("wait_ms:1,wait_base_us:600,{conf}"));
             let [pending, _live] = [(); 2].map(|()| take(&slow, 20 * MIB, S0));
             free_pending(&slow, pending, S1);
@@ -281,10 +270,9 @@ mod tests {
             let fails = gpu_only(40, Rung::Events, conf);
             let [pending, _live] = [(); 2].map(|()| take(&fails, 20 * MIB, S0));
             free_pending(&fails, pending, S1);
-            // The first look is the request's own, the next the rung's.
+            // The request makes the first query, the rung the second.
             fails.driver().fail(FailWhen::Nth(Call::EventQuery, 2), Fault::Failed(7));
-            let error = fails.alloc(20 * MIB, S0).unwrap_err();
-            assert!(matches!(error, AllocError::Driver(_)), "{error}");
+            assert_driver_error(fails.alloc(20 * MIB, S0));
             assert_eq!(ended(&fails, Rung::Events), (Ended::Failed, 0));
             assert_eq!(take(&fails, 20 * MIB, S0), pending);
 
@@ -313,7 +301,11 @@ mod tests {
         enough.free(smaller).unwrap();
         enough.free(larger).unwrap();
         take(&enough, 20 * MIB, S0);
-        assert_eq!(ended(&enough, Rung::Oversize), (Ended::Served, 40), "just enough");
+        assert_eq!(
+            ended(&enough, Rung::Oversize),
+            (Ended::Served, 40),
+            "only the smaller block is released"
+        );
 
         let too_little = gpu_only(100, Rung::Oversize, conf);
         let cached = take(&too_little, 30 * MIB, S0);
@@ -328,23 +320,19 @@ mod tests {
         assert_eq!(ended(&nothing, Rung::Oversize), (Ended::Nothing, 0));
 
         let fails = gpu_only(100, Rung::Oversize, conf);
-        let cached = take(&fails, 90 * MIB, S0);
-        fails.free(cached).unwrap();
+        cache(&fails, 90 * MIB, S0);
         fails.driver().fail(FailWhen::Nth(Call::Free, 1), Fault::Failed(7));
-        let error = fails.alloc(30 * MIB, S0).unwrap_err();
-        assert!(matches!(error, AllocError::Driver(_)), "{error}");
+        assert_driver_error(fails.alloc(30 * MIB, S0));
         assert_eq!((ended(&fails, Rung::Oversize).0, reserved_mib(&fails)), (Ended::Failed, 90));
         take(&fails, 30 * MIB, S0);
 
         let off = gpu(100, &format!("{conf},skip_rungs:oversize+cached"));
-        let cached = take(&off, 90 * MIB, S0);
-        off.free(cached).unwrap();
+        cache(&off, 90 * MIB, S0);
         full_now(off.alloc(30 * MIB, S0));
         assert_eq!(ended(&off, Rung::Oversize), (Ended::Off, 0));
 
         let illegal = gpu_only(100, Rung::Oversize, conf);
-        let cached = take(&illegal, 90 * MIB, S0);
-        illegal.free(cached).unwrap();
+        cache(&illegal, 90 * MIB, S0);
         illegal.begin_allocate_to_pool(POOL, every_stream()).unwrap();
         full_now(illegal.alloc(30 * MIB, S0));
         assert_eq!(
@@ -370,27 +358,27 @@ mod tests {
             too_little.free(cached).unwrap();
             full_now(too_little.alloc(80 * MIB, S2));
             assert_eq!(ended(&too_little, Rung::Cached), (Ended::Nothing, 0));
-            assert_eq!(reserved_mib(&too_little), 80, "nothing is given back in vain");
+            assert_eq!(
+                reserved_mib(&too_little),
+                80,
+                "no memory is released if that does not help"
+            );
 
             let fails = gpu_only(100, Rung::Cached, conf);
-            let cached = take(&fails, 80 * MIB, S0);
-            fails.free(cached).unwrap();
+            cache(&fails, 80 * MIB, S0);
             let call = if conf.is_empty() { Call::Free } else { Call::Unmap };
             fails.driver().fail(FailWhen::Nth(call, 1), Fault::Failed(7));
-            let error = fails.alloc(60 * MIB, S1).unwrap_err();
-            assert!(matches!(error, AllocError::Driver(_)), "{error}");
+            assert_driver_error(fails.alloc(60 * MIB, S1));
             assert_eq!((ended(&fails, Rung::Cached).0, reserved_mib(&fails)), (Ended::Failed, 80));
             take(&fails, 60 * MIB, S1);
 
             let off = gpu(100, &format!("skip_rungs:cached+borrow+pieces,{conf}"));
-            let cached = take(&off, 80 * MIB, S0);
-            off.free(cached).unwrap();
+            cache(&off, 80 * MIB, S0);
             full_now(off.alloc(60 * MIB, S1));
             assert_eq!(ended(&off, Rung::Cached), (Ended::Off, 0));
 
             let illegal = gpu_only(100, Rung::Cached, conf);
-            let cached = take(&illegal, 80 * MIB, S0);
-            illegal.free(cached).unwrap();
+            cache(&illegal, 80 * MIB, S0);
             illegal.begin_allocate_to_pool(POOL, every_stream()).unwrap();
             let text = illegal.alloc(60 * MIB, S1).unwrap_err().to_string();
             assert_eq!(ended(&illegal, Rung::Cached), (Ended::Illegal, 0));
@@ -400,7 +388,7 @@ mod tests {
     }
 
     #[test]
-    fn pages_of_a_stream_at_work_are_waited_for_before_they_go() {
+    fn pages_of_a_busy_stream_are_released_after_its_work_is_done() {
         let gpu = gpu(100, EXPANDABLE);
         let cached = take(&gpu, 80 * MIB, S0);
         gpu.driver().launch(S0);
@@ -408,12 +396,13 @@ mod tests {
         take(&gpu, 100 * MIB, S1);
         assert_eq!(survived(&gpu), Some(Rung::Cached));
         assert!(gpu.driver().is_finished(S0, 1));
-        assert_eq!(calls(&gpu, Call::StreamSynchronize), 0, "by looking, not by blocking");
+        assert_eq!(calls(&gpu, Call::StreamSynchronize), 0, "the rung polls and does not block");
     }
 
-    /// A stream that may have been destroyed is never asked about: it is waited for, once, without its handle.
+    /// The handle of a stream that may have been destroyed is never used. The engine waits for the
+    /// device once instead.
     #[test]
-    fn memory_of_a_stream_that_may_be_gone_is_waited_for() {
+    fn a_rung_waits_for_the_device_if_a_stream_may_be_destroyed() {
         for (conf, rung) in
             [(EXPANDABLE, Rung::Cached), ("", Rung::Pieces), (EXPANDABLE, Rung::Pieces)]
         {
@@ -421,11 +410,15 @@ mod tests {
             let cached = take(&gpu, 80 * MIB, S1);
             gpu.driver().launch(S1);
             gpu.free(cached).unwrap();
-            let asked = calls(&gpu, Call::EventRecord);
+            let records = calls(&gpu, Call::EventRecord);
             take(&gpu, 60 * MIB, S2);
             assert_eq!(survived(&gpu), Some(rung), "{conf}");
             assert_eq!(calls(&gpu, Call::StreamSynchronize), 1);
-            assert_eq!(calls(&gpu, Call::EventRecord), asked, "its handle was used");
+            assert_eq!(
+                calls(&gpu, Call::EventRecord),
+                records,
+                "the handle of the stream was used"
+            );
             assert!(gpu.driver().is_finished(S1, 1));
         }
     }
@@ -440,7 +433,7 @@ mod tests {
             let frees = gpu.on_shortage(1, move |plea| {
                 seen.lock().unwrap().push(*plea);
                 if let Some(engine) = engine.upgrade() {
-                    // Whatever it allocates is its own business, and does not call it again.
+                    // A shortage inside the callback does not call the callback again.
                     assert!(engine.alloc(200 * MIB, S2).is_err());
                     let _ = engine.free(slot.swap(0, Ordering::Relaxed));
                 }
@@ -452,17 +445,17 @@ mod tests {
             take(&gpu, 60 * MIB, S0);
             assert_eq!(survived(&gpu), Some(Rung::Callbacks), "{conf}");
             assert!(ended(&gpu, Rung::Callbacks).1 >= 60);
-            assert_eq!(later.load(Ordering::Relaxed), 0, "the first was enough");
+            assert_eq!(later.load(Ordering::Relaxed), 0, "the first callback freed enough");
             let plea = told.lock().unwrap()[0];
             assert_eq!((plea.device, plea.bytes), (0, 60 * MIB));
             assert_eq!(plea.time_left, Duration::from_secs(3));
 
-            // Now there is nothing to free: each is called once.
+            // The callbacks have nothing to free: each is called once.
             full_now(gpu.alloc(60 * MIB, S1));
             assert_eq!(ended(&gpu, Rung::Callbacks), (Ended::Nothing, 0));
             assert_eq!((told.lock().unwrap().len(), later.load(Ordering::Relaxed)), (2, 1));
 
-            // One that panics is no worse than one that wins nothing, and the next is called.
+            // A callback that panics wins nothing, and the next one is called.
             assert!(gpu.remove_callback(frees) && !gpu.remove_callback(frees));
             gpu.on_shortage(5, |_| panic!("a callback's own mistake"));
             full_now(gpu.alloc(60 * MIB, S1));
@@ -474,7 +467,8 @@ mod tests {
             assert_eq!(ended(&gpu, Rung::Callbacks), (Ended::Illegal, 0));
             assert_eq!(later.load(Ordering::Relaxed), 2);
         }
-        // What they free goes back to the driver where only that helps, unless that is switched off.
+        // Memory that a callback frees is released to the driver if only that helps, unless the
+        // rung `cached` is skipped.
         for (conf, serves) in [("", true), ("skip_rungs:cached", false)] {
             let gpu = Arc::new(gpu(100, conf));
             let kept = take(&gpu, 60 * MIB, S0);
@@ -504,19 +498,24 @@ mod tests {
     #[test]
     fn wait_for_another_process() {
         for conf in POLICIES {
-            // The tenant does not let go; where it does is in `races.rs`.
+            // The other process keeps its memory. `races.rs` tests that it frees some.
             let gpu = gpu_only(100, Rung::Wait, conf);
             assert!(gpu.driver().set_tenant(1, 90 * MIB));
             full_now(gpu.alloc(40 * MIB, S0));
             assert_eq!(ended(&gpu, Rung::Wait).0, Ended::TimeIsUp, "{conf}");
             let receipt = last(&gpu);
-            assert_eq!(receipt.took, Duration::from_secs(3), "the whole budget, and not more");
+            assert_eq!(
+                receipt.took,
+                Duration::from_secs(3),
+                "the request waits for exactly its budget"
+            );
             assert!(receipt.shortage.remedies().contains(&Remedy::Others(90 * MIB)));
             let stats = gpu.stats();
             assert_eq!((stats.shortages, stats.shortages_refused), (1, 1));
             assert!((stats.milliseconds_lost() - 3000.0).abs() < 1e-6);
 
-            // What it holds would not be enough, or may not be had: refused at once.
+            // The memory of the other process is too little, or the limit forbids its use: the
+            // request is refused at once.
             let hopeless = gpu_only(100, Rung::Wait, conf);
             take(&hopeless, 80 * MIB, S0);
             assert!(hopeless.driver().set_tenant(1, 20 * MIB));
@@ -530,7 +529,7 @@ mod tests {
             full_now(limited.alloc(40 * MIB, S0));
             assert_eq!(last(&limited).took, Duration::ZERO);
 
-            // Nothing to wait for, and no time to.
+            // There is nothing to wait for; then, there is no time to wait.
             let alone = gpu_only(100, Rung::Wait, conf);
             take(&alone, 80 * MIB, S0);
             full_now(alone.alloc(40 * MIB, S0));
@@ -558,7 +557,7 @@ mod tests {
     }
 
     #[test]
-    fn all_requests_together_wait_no_longer_than_their_total() {
+    fn all_requests_together_wait_at_most_wait_total_ms() {
         let gpu = gpu_only(100, Rung::Wait, "wait_total_ms:4000");
         assert!(gpu.driver().set_tenant(1, 90 * MIB));
         for seconds in [3, 1, 0] {
@@ -588,14 +587,15 @@ mod tests {
             assert!(segment.spilled && segments.iter().filter(|s| s.spilled).count() == 1);
             assert_eq!(gpu.size_of(spilled), Some((42 * MIB, 41 * MIB)));
 
-            // Below the size, or over the limit: refused. The message counts it apart.
+            // A request over the limit or below the minimum size is refused. The message counts
+            // host memory separately.
             take(&gpu, 21 * MIB, S0);
             let text = full_now(gpu.alloc(60 * MIB, S0)).to_string();
             assert!(text.contains("64.00 MiB more are in host memory"), "{text}");
             full_now(gpu.alloc(9 * MIB, S0));
             assert_eq!(ended(&gpu, Rung::Spill), (Ended::Nothing, 0));
 
-            // It goes back once its own stream is done with it, and never serves again.
+            // A freed block is released once its stream is done, and is never reused.
             gpu.driver().launch(S0);
             gpu.free(spilled).unwrap();
             assert_eq!(gpu.stats().spilled_bytes.current, 64 * MIB);
@@ -620,12 +620,11 @@ mod tests {
         let without = gpu(100, "");
         take(&without, 80 * MIB, S0);
         full_now(without.alloc(41 * MIB, S0));
-        assert_eq!(without.driver().held_host(), 0, "off by default");
+        assert_eq!(without.driver().held_host(), 0, "spilling is off by default");
     }
 
-    /// Whichever call of the driver fails, and however, nothing is lost.
     #[test]
-    fn spill_gives_everything_back_whichever_call_fails() {
+    fn spill_loses_no_memory_if_any_one_call_fails() {
         for fault in [Fault::OutOfMemory, Fault::Failed(801)] {
             for nth in 1..40 {
                 let gpu = gpu(100, "spill_limit_mb:100");
@@ -646,10 +645,10 @@ mod tests {
         }
     }
 
-    // ---- in order ----
+    // ---- the rungs in order ----
 
     #[test]
-    fn rungs_are_climbed_in_order_and_the_receipt_tells() {
+    fn rungs_are_tried_in_order_and_the_receipt_has_all_of_them() {
         let gpu = gpu(100, "max_split_size_mb:90,spill_limit_mb:1000");
         gpu.on_shortage(0, |_| {});
         take(&gpu, 100 * MIB, S0);
@@ -657,7 +656,7 @@ mod tests {
         let receipt = last(&gpu);
         let rungs: Vec<Rung> = receipt.shortage.tried.iter().map(|tried| tried.rung).collect();
         let expected: Vec<Rung> = Ladder::Graceful.rungs().skip(1).collect();
-        assert_eq!(rungs, expected, "all but garbage, which is not asked for");
+        assert_eq!(rungs, expected, "all rungs but `garbage`, which is off by default");
         assert_eq!(receipt.outcome, Outcome::Survived(Rung::Spill));
         assert_eq!((receipt.number, receipt.shortage.requested), (1, 50 * MIB));
         assert_eq!(receipt.groups[0].bytes, 100 * MIB);
@@ -667,14 +666,13 @@ mod tests {
         gpu.free(address).unwrap();
     }
 
-    /// Each rung in turn is the first that can help; all below it won nothing.
+    /// In each case, all rungs before the named one win nothing.
     #[test]
-    fn the_first_rung_that_can_help_serves() {
-        type Case = (Rung, cushion_core::StreamId, fn(&Gpu));
+    fn the_first_rung_that_can_serve_the_request_serves_it() {
+        type Case = (Rung, StreamId, fn(&Gpu));
         let cases: [Case; 5] = [
             (Rung::Borrow, S1, |gpu| {
-                let cached = take(gpu, 60 * MIB, S0);
-                gpu.free(cached).unwrap();
+                cache(gpu, 60 * MIB, S0);
             }),
             (Rung::Events, S0, |gpu| {
                 let pending = take(gpu, 90 * MIB, S0);
@@ -685,9 +683,8 @@ mod tests {
                 blocks.iter().for_each(|&block| gpu.free(block).unwrap());
             }),
             (Rung::Pieces, S0, |gpu| {
-                // Most of it is free, but it cannot go back.
-                let block = take(gpu, 95 * MIB, S1);
-                gpu.free(block).unwrap();
+                // Most of the segment is free, but it cannot be released.
+                cache(gpu, 95 * MIB, S1);
                 take(gpu, 20 * MIB, S1);
             }),
             (Rung::Spill, S0, |gpu| {
@@ -703,7 +700,7 @@ mod tests {
     }
 
     #[test]
-    fn a_miss_that_the_driver_serves_is_no_shortage() {
+    fn a_miss_that_the_driver_serves_is_not_a_shortage() {
         for ladder in [Ladder::Torch, Ladder::Graceful] {
             let gpu = gpu_with(100, "", ladder);
             take(&gpu, 50 * MIB, S0);
@@ -715,7 +712,7 @@ mod tests {
     }
 
     #[test]
-    fn receipts_are_kept_in_a_ring_and_told_as_they_come() {
+    fn receipts_are_kept_in_a_ring_and_passed_to_listeners() {
         let gpu = gpu(100, "wait_ms:0");
         let told = Arc::new(AtomicU64::new(0));
         let count = Arc::clone(&told);
@@ -735,9 +732,9 @@ mod tests {
     }
 
     #[test]
-    fn remedies_name_the_least_change_first() {
-        // Pages between live blocks can be given back, segments that hold one cannot.
-        let in_pieces = |conf| {
+    fn remedies_start_with_the_smallest_change() {
+        // Pages between live blocks can be released; segments with a live block cannot.
+        let fragmented = |conf| {
             let gpu = gpu(100, conf);
             let large = [50, 50].map(|mib| take(&gpu, mib * MIB, S0));
             for block in large {
@@ -746,10 +743,10 @@ mod tests {
             }
             gpu.alloc(60 * MIB, S0)
         };
-        let remedies = full_now(in_pieces("")).remedies();
+        let remedies = full_now(fragmented("")).remedies();
         assert_eq!(remedies, [Remedy::Policy(Policy::Expandable), Remedy::More(10 * MIB)]);
-        in_pieces(EXPANDABLE).unwrap();
-        // Here no page is clear of live blocks, either.
+        fragmented(EXPANDABLE).unwrap();
+        // Here every page has a live block, too.
         let gpu = gpu(100, "wait_ms:0");
         let blocks: Vec<u64> = (0..10).map(|_| take(&gpu, 9 * MIB, S0)).collect();
         for block in blocks.iter().step_by(2) {
@@ -760,15 +757,16 @@ mod tests {
         assert_eq!(texts, ["needs 40.00 MiB more"]);
         let shortage = full_now(gpu.alloc(80 * MIB, S0));
         let texts: Vec<String> = shortage.remedies().iter().map(ToString::to_string).collect();
-        assert_eq!(texts, ["needs 80.00 MiB more"], "what is cached lies between live blocks");
+        assert_eq!(texts, ["needs 80.00 MiB more"], "the cached memory is between live blocks");
         let shortage = never_fits(gpu.alloc(130 * MIB, S0));
         assert_eq!(shortage.remedies(), [Remedy::More(30 * MIB)]);
     }
 
-    /// A program in which every rung has something to do, run once for each call of the driver that may fail.
-    /// Afterwards nothing is lost, and what was refused is served.
+    /// In this program every rung has something to do. It runs once for each of its driver calls,
+    /// with that call failing. Afterwards no memory is lost, and a request of the whole device is
+    /// served.
     #[test]
-    fn nothing_is_lost_whichever_call_fails() {
+    fn nothing_is_lost_if_any_one_call_fails() {
         let conf = "max_split_size_mb:30,spill_limit_mb:64,spill_over_mb:1";
         for (policy, fault) in POLICIES.into_iter().flat_map(|policy| {
             [Fault::OutOfMemory, Fault::Failed(719)].map(|fault| (policy, fault))
@@ -827,7 +825,7 @@ mod tests {
     // ---- injection ----
 
     #[test]
-    fn injected_failures_strike_where_they_say() {
+    fn injected_failures_hit_the_named_request_and_rung() {
         for conf in POLICIES {
             let gpu = gpu(100, conf);
             let inject = |rules: &str| gpu.inject(Some(rules.parse::<Injection>().unwrap()));
@@ -841,7 +839,7 @@ mod tests {
 
             for rung in [Rung::Poll, Rung::Cached, Rung::Callbacks, Rung::Wait, Rung::Spill] {
                 inject(&format!("nth=1,at={rung}"));
-                // Spill is off, so that nothing is left to serve there.
+                // `spill` is off, so the failure has no effect there.
                 let result = gpu.alloc(MIB, S0);
                 if rung == Rung::Spill {
                     assert_eq!(result.unwrap(), first);
@@ -860,13 +858,17 @@ mod tests {
     }
 
     #[test]
-    fn prefetch_prepares_what_a_request_then_finds() {
+    fn a_request_after_prefetch_makes_no_driver_call() {
         for conf in POLICIES {
             let gpu = gpu(100, conf);
             gpu.prefetch(60 * MIB, S0).unwrap();
-            let asked = gpu.driver().counts().total();
+            let calls = gpu.driver().counts().total();
             take(&gpu, 60 * MIB, S0);
-            assert_eq!(gpu.driver().counts().total(), asked, "{conf}: nothing from the driver");
+            assert_eq!(
+                gpu.driver().counts().total(),
+                calls,
+                "{conf}: the request made a driver call"
+            );
             gpu.prefetch(0, S0).unwrap();
             assert!(matches!(gpu.prefetch(60 * MIB, S0), Err(AllocError::FullNow(_))));
         }

@@ -1,4 +1,4 @@
-//! What users of the policy `paged` rely on.
+//! The behaviour of the policy `paged`, one test each.
 
 mod common;
 
@@ -8,47 +8,14 @@ mod tests {
 
     use cushion_core::driver::{Call, FailWhen, Fault};
     use cushion_core::size::{GIB, MIB};
-    use cushion_core::{
-        CheckedDriver, Engine, EngineConfig, LastingStreams, Options, Policy, SimConfig, SimDriver,
-        StreamId,
-    };
+    use cushion_core::{Engine, LastingStreams, Options, Policy, SimConfig, SimDriver, StreamId};
 
     use crate::common::*;
 
-    const PAGED: &str = "paged:True";
-    const ALL: [&str; 3] = ["paged:False", EXPANDABLE, PAGED];
+    // ---- steps that repeat ----
 
-    type Checked = Engine<Arc<CheckedDriver<Arc<SimDriver>>>>;
-
-    /// An engine whose driver is watched, and the simulated device behind it.
-    fn checked(mib: u64, conf: &str) -> (Checked, Arc<SimDriver>) {
-        let sim = Arc::new(SimDriver::new(SimConfig::with_capacity(mib * MIB)));
-        let driver = Arc::new(CheckedDriver::new(Arc::clone(&sim)));
-        let options = Options::parse(conf).unwrap().options;
-        (Engine::with_config(driver, EngineConfig { options, ..EngineConfig::default() }), sim)
-    }
-
-    /// Allocates and frees until the program counts as loaded: until it has freed more than it has live.
-    fn load<D: cushion_core::Driver>(gpu: &Engine<D>, bytes: u64) {
-        let live = gpu.stats().active_bytes.all.current;
-        for _ in 0..=live / bytes + 1 {
-            let block = gpu.alloc(bytes, S0).unwrap();
-            gpu.free(block).unwrap();
-        }
-    }
-
-    /// Frees every second block, and returns the others.
-    fn free_every_second<D: cushion_core::Driver>(gpu: &Engine<D>, blocks: &[u64]) -> Vec<u64> {
-        let (freed, kept): (Vec<_>, Vec<_>) =
-            blocks.iter().enumerate().partition(|(index, _)| index % 2 == 0);
-        freed.into_iter().for_each(|(_, &block)| gpu.free(block).unwrap());
-        kept.into_iter().map(|(_, &block)| block).collect()
-    }
-
-    // ---- repeating steps ----
-
-    /// One step of a program: what it allocates and what it frees, in an order that only `seed` knows.
-    fn step(gpu: &Checked, seed: u64) {
+    /// Runs one step of a program: allocations and frees in an order that depends only on `seed`.
+    fn step(gpu: &CheckedGpu, seed: u64) {
         let mut random = seed;
         let mut next = |below: u64| {
             random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
@@ -68,25 +35,29 @@ mod tests {
     }
 
     #[test]
-    fn a_step_that_repeats_itself_asks_nothing_of_the_driver() {
+    fn a_step_that_repeats_makes_no_driver_call() {
         for seed in 1..=20 {
-            let (gpu, _) = checked(64 * 1024, PAGED);
+            let (gpu, _) = checked_gpu(64 * 1024, PAGED);
             let _weights: Vec<u64> =
                 (0..50).map(|n| gpu.alloc((1 + n % 7) * 10 * MIB, S0).unwrap()).collect();
             step(&gpu, seed);
-            // What the first step leaves lies where the next one had its memory.
+            // These blocks stay live, in memory that the first step used.
             let _state: Vec<u64> =
                 (0..30).map(|n| gpu.alloc((1 + n % 5) * 9 * MIB, S0).unwrap()).collect();
             step(&gpu, seed);
             let before = gpu.driver_changes();
             (0..3).for_each(|_| step(&gpu, seed));
-            assert_eq!(gpu.driver_changes(), before, "from the third step on, seed {seed}");
+            assert_eq!(
+                gpu.driver_changes(),
+                before,
+                "seed {seed}: the third step and later ones make no driver call"
+            );
         }
     }
 
     #[test]
-    fn steps_of_two_kinds_are_both_remembered() {
-        let (gpu, _) = checked(64 * 1024, PAGED);
+    fn two_kinds_of_steps_repeat_without_a_driver_call() {
+        let (gpu, _) = checked_gpu(64 * 1024, PAGED);
         for seed in [1, 2, 1, 2] {
             step(&gpu, seed);
         }
@@ -97,11 +68,11 @@ mod tests {
         assert_eq!(gpu.driver_changes(), before);
     }
 
-    // ---- stitched ranges ----
+    // ---- stitches ----
 
-    /// An engine with 384 MiB free, in pieces of 64.
-    fn in_pieces() -> (Checked, Arc<SimDriver>) {
-        let (gpu, sim) = checked(2048, "paged:True,page_mb:16");
+    /// Returns an engine with six free blocks of 64 MiB that are not neighbours.
+    fn fragmented() -> (CheckedGpu, Arc<SimDriver>) {
+        let (gpu, sim) = checked_gpu(2048, "paged:True,page_mb:16");
         let blocks: Vec<u64> = (0..12).map(|_| gpu.alloc(64 * MIB, S0).unwrap()).collect();
         load(&gpu, 64 * MIB);
         free_every_second(&gpu, &blocks);
@@ -109,19 +80,19 @@ mod tests {
     }
 
     #[test]
-    fn free_pieces_serve_one_large_request_and_again_without_a_driver_call() {
-        let (gpu, sim) = in_pieces();
+    fn a_stitch_serves_a_large_request_and_is_reused_without_a_driver_call() {
+        let (gpu, sim) = fragmented();
         let held = sim.held();
         let large = gpu.alloc(200 * MIB, S0).unwrap();
-        assert_eq!(sim.held(), held, "no memory is asked for");
+        assert_eq!(sim.held(), held, "no page was created");
         assert_eq!(gpu.page_figures().ranges, 1);
-        assert_eq!(gpu.stats().reserved_bytes.all.current, held, "every page counts once");
+        assert_eq!(gpu.stats().reserved_bytes.all.current, held, "every page is counted once");
         gpu.check_invariants().unwrap();
         gpu.free(large).unwrap();
         let calls = sim.counts().total();
         let again = gpu.alloc(200 * MIB, S0).unwrap();
         assert_eq!((again, sim.counts().total()), (large, calls));
-        // While it is in use, its bytes are nobody else's.
+        // While the stitch is in use, its pages serve no other request.
         let other = gpu.alloc(300 * MIB, S0).unwrap();
         assert!(sim.held() > held);
         [again, other].into_iter().for_each(|block| gpu.free(block).unwrap());
@@ -129,8 +100,8 @@ mod tests {
     }
 
     #[test]
-    fn where_there_are_no_addresses_for_a_range_the_homes_grow() {
-        let (gpu, sim) = in_pieces();
+    fn without_addresses_for_a_stitch_the_homes_grow() {
+        let (gpu, sim) = fragmented();
         sim.fail(FailWhen::Nth(Call::Reserve, 1), Fault::OutOfMemory);
         gpu.alloc(200 * MIB, S0).unwrap();
         assert_eq!((gpu.page_figures().ranges, gpu.stats().shortages), (0, 0));
@@ -138,18 +109,18 @@ mod tests {
     }
 
     #[test]
-    fn a_block_of_a_range_that_another_stream_uses_is_free_when_that_is_done() {
-        let (gpu, sim) = in_pieces();
+    fn a_stitch_that_another_stream_uses_is_pending_until_that_stream_is_done() {
+        let (gpu, sim) = fragmented();
         let large = gpu.alloc(200 * MIB, S0).unwrap();
         sim.launch(S1);
         gpu.record_stream(large, S1).unwrap();
         gpu.free(large).unwrap();
-        assert!(!gpu.would_hit(200 * MIB, S0), "its work is not done");
+        assert!(!gpu.would_hit(200 * MIB, S0), "the other stream still uses the stitch");
         let others: Vec<u64> = (0..6)
             .filter(|_| gpu.would_hit(64 * MIB, S0))
             .map(|_| gpu.alloc(64 * MIB, S0).unwrap())
             .collect();
-        assert!(others.len() < 6, "its bytes are not free at home either");
+        assert!(others.len() < 6, "its pages are not free at home either");
         others.into_iter().for_each(|block| gpu.free(block).unwrap());
         sim.finish_all();
         gpu.process_events().unwrap();
@@ -157,8 +128,14 @@ mod tests {
         gpu.check_invariants().unwrap();
     }
 
-    /// Makes so many ranges of growing sizes out of every second page of 2 MiB, while the stream is at work.
-    fn many_ranges(gpu: &Checked, sim: &SimDriver, stream: StreamId, ranges: usize) -> Vec<u64> {
+    /// Creates this many stitches of growing sizes from every second page of 2 MiB, while the
+    /// stream has work queued. Returns the blocks between these pages, which stay live.
+    fn many_stitches(
+        gpu: &CheckedGpu,
+        sim: &SimDriver,
+        stream: StreamId,
+        stitches: usize,
+    ) -> Vec<u64> {
         load(gpu, 4 * MIB);
         let blocks: Vec<u64> = (0..1400).map(|_| gpu.alloc(2 * MIB, stream).unwrap()).collect();
         load(gpu, 2 * MIB);
@@ -166,12 +143,12 @@ mod tests {
         sim.launch(stream);
         let mut made = 0;
         for pages in 2.. {
-            let count = (690 / pages).min(ranges - made);
+            let count = (690 / pages).min(stitches - made);
             let bytes = pages as u64 * 2 * MIB;
             let all: Vec<u64> = (0..count).map(|_| gpu.alloc(bytes, stream).unwrap()).collect();
             all.into_iter().for_each(|block| gpu.free(block).unwrap());
             made += count;
-            if made == ranges {
+            if made == stitches {
                 break;
             }
         }
@@ -179,12 +156,12 @@ mod tests {
     }
 
     #[test]
-    fn old_ranges_go_when_there_are_many_and_their_work_is_done() {
-        let (gpu, sim) = checked(16 * 1024, "paged:True,page_mb:2");
-        let kept = many_ranges(&gpu, &sim, S0, 1200);
-        assert!(gpu.page_figures().ranges > 1024, "the stream is at work on them");
+    fn old_stitches_are_removed_once_their_work_is_done() {
+        let (gpu, sim) = checked_gpu(16 * 1024, "paged:True,page_mb:2");
+        let kept = many_stitches(&gpu, &sim, S0, 1200);
+        assert!(gpu.page_figures().ranges > 1024, "the stream still uses them");
         sim.finish_all();
-        // A miss takes away one at least, and makes one at most.
+        // A miss removes at least one stitch, and creates at most one.
         for size in (1300..1700).step_by(2) {
             let before = gpu.page_figures().ranges;
             let more = gpu.alloc(size * MIB, S0).unwrap();
@@ -199,27 +176,27 @@ mod tests {
     }
 
     #[test]
-    fn ranges_of_one_stream_do_not_keep_another_from_having_some() {
-        for ranges in [900, 1040] {
-            let (gpu, sim) = checked(16 * 1024, "paged:True,page_mb:2");
-            let _kept = many_ranges(&gpu, &sim, S1, ranges);
+    fn stitches_of_one_stream_do_not_prevent_those_of_another() {
+        for stitches in [900, 1040] {
+            let (gpu, sim) = checked_gpu(16 * 1024, "paged:True,page_mb:2");
+            let _kept = many_stitches(&gpu, &sim, S1, stitches);
             let blocks: Vec<u64> = (0..64).map(|_| gpu.alloc(2 * MIB, S2).unwrap()).collect();
             let _kept = free_every_second(&gpu, &blocks);
             let step = || {
                 let both = [24, 30].map(|mib| gpu.alloc(mib * MIB, S2).unwrap());
                 both.into_iter().for_each(|block| gpu.free(block).unwrap());
-                let one = gpu.alloc(50 * MIB, S2).unwrap();
-                gpu.free(one).unwrap();
+                cache(&gpu, 50 * MIB, S2);
             };
             (0..20).for_each(|_| step());
             let before = gpu.driver_changes();
             (0..50).for_each(|_| step());
-            assert_eq!(gpu.driver_changes(), before, "beside {ranges} ranges of another stream");
+            assert_eq!(gpu.driver_changes(), before, "with {stitches} stitches of another stream");
         }
     }
 
-    /// Blocks of 2 MiB that fill a device of 64, of which two thirds are free, and the pages under them gone.
-    fn riddled(gpu: &Gpu) -> Vec<u64> {
+    /// Fills a device of 64 MiB with blocks of 2 MiB, frees two of every three, and releases the
+    /// pages of the freed blocks.
+    fn with_holes(gpu: &Gpu) -> Vec<u64> {
         load(gpu, 4 * MIB);
         load(gpu, 4 * MIB);
         gpu.empty_cache().unwrap();
@@ -232,13 +209,13 @@ mod tests {
     }
 
     #[test]
-    fn homes_that_lie_side_by_side_are_two() {
+    fn adjacent_home_ranges_are_separate_segments() {
         let gpu = gpu(64, "wait_ms:0,paged:True");
-        let blocks = riddled(&gpu);
+        let blocks = with_holes(&gpu);
         let low = take(&gpu, 4 * MIB, S0);
         let first = take(&gpu, 10 * MIB, S0);
         let second = take(&gpu, 12 * MIB, S0);
-        assert_eq!(second, first + 10 * MIB, "the homes that follow those that are full");
+        assert_eq!(second, first + 10 * MIB, "the next home range starts where the full one ends");
         [low, first, second].into_iter().for_each(|block| gpu.free(block).unwrap());
         gpu.set_memory_limit(Some(gpu.driver().held()));
         let across = take(&gpu, 26 * MIB, S0);
@@ -250,11 +227,11 @@ mod tests {
         assert_eq!(gpu.driver().held(), 0);
     }
 
-    // ---- to the last page ----
+    // ---- the last pages of a device ----
 
     #[test]
-    fn all_of_an_empty_device_can_be_had() {
-        for conf in ALL {
+    fn one_request_can_have_a_whole_empty_device() {
+        for conf in ALL_POLICIES {
             for mib in [100, 1000, 24_000] {
                 let gpu = gpu(mib, &format!("wait_ms:0,{conf}"));
                 assert!(gpu.alloc(mib * MIB, S0).is_ok(), "{conf}: {mib} MiB");
@@ -263,8 +240,8 @@ mod tests {
     }
 
     #[test]
-    fn the_last_of_a_device_that_others_use_can_be_had() {
-        for conf in ALL {
+    fn the_last_memory_beside_other_processes_can_be_used() {
+        for conf in ALL_POLICIES {
             let small = gpu(1024, &format!("wait_ms:0,{conf}"));
             (0..40).for_each(|_| _ = take(&small, MIB, S0));
             small.driver().set_tenant(1, 1018 * MIB - small.driver().held());
@@ -281,8 +258,8 @@ mod tests {
     }
 
     #[test]
-    fn free_memory_serves_a_request_whatever_may_be_split() {
-        for conf in ALL {
+    fn an_unsplittable_block_serves_a_request_before_it_is_refused() {
+        for conf in ALL_POLICIES {
             let gpu = gpu(1000, &format!("wait_ms:0,max_split_size_mb:32,{conf}"));
             take(&gpu, 400 * MIB, S0);
             take(&gpu, 8 * MIB, S0);
@@ -296,8 +273,8 @@ mod tests {
     }
 
     #[test]
-    fn a_pool_without_splits_holds_little_more_than_is_live() {
-        for conf in ALL {
+    fn a_pool_without_splits_reserves_little_more_than_is_live() {
+        for conf in ALL_POLICIES {
             let gpu = gpu(8192, conf);
             gpu.create_pool(POOL).unwrap();
             gpu.set_no_split(POOL).unwrap();
@@ -306,43 +283,39 @@ mod tests {
             assert!(gpu.driver().held() < 2200 * MIB, "{conf}");
             blocks.into_iter().for_each(|block| gpu.free(block).unwrap());
             let one = take(&gpu, 20 * MIB, S0);
-            // PyTorch's expandable segments hand out all that is free.
+            // PyTorch's expandable segments hand out the whole free block.
             assert!(conf == EXPANDABLE || gpu.size_of(one).unwrap().0 == 20 * MIB, "{conf}");
         }
     }
 
     #[test]
-    fn a_pool_without_splits_is_split_all_the_same() {
+    fn paged_splits_blocks_of_a_pool_without_splits() {
         let gpu = gpu(8192, PAGED);
         gpu.create_pool(POOL).unwrap();
         gpu.set_no_split(POOL).unwrap();
         gpu.begin_allocate_to_pool(POOL, every_stream()).unwrap();
-        let large = take(&gpu, 40 * MIB, S0);
-        gpu.free(large).unwrap();
+        cache(&gpu, 40 * MIB, S0);
         let held = gpu.driver().held();
-        let parts = [(); 2].map(|()| take(&gpu, 20 * MIB, S0));
-        assert_eq!(parts.map(|part| gpu.size_of(part).unwrap().0), [20 * MIB; 2]);
-        assert_eq!(gpu.driver().held(), held, "the rest served the second");
+        let halves = [(); 2].map(|()| take(&gpu, 20 * MIB, S0));
+        assert_eq!(halves.map(|half| gpu.size_of(half).unwrap().0), [20 * MIB; 2]);
+        assert_eq!(gpu.driver().held(), held, "the remainder served the second request");
     }
 
     // ---- near the limit ----
 
     #[test]
-    fn a_busy_stream_is_asked_once_whether_a_page_can_be_split() {
+    fn a_busy_stream_is_queried_once_before_a_page_is_split() {
         let gpu = gpu(4096, PAGED);
-        let first = take(&gpu, 3 * GIB, S0);
-        gpu.free(first).unwrap();
+        cache(&gpu, 3 * GIB, S0);
         gpu.driver().launch(S0);
-        let second = take(&gpu, 3 * GIB + 200 * MIB, S0);
-        gpu.free(second).unwrap();
+        cache(&gpu, 3 * GIB + 200 * MIB, S0);
         let (before, hits) = (gpu.driver().counts().total(), gpu.stats().hits);
         for _ in 0..100 {
-            let block = take(&gpu, 5 * MIB, S0);
-            gpu.free(block).unwrap();
+            cache(&gpu, 5 * MIB, S0);
         }
         assert_eq!(gpu.stats().hits - hits, 100);
-        let asked = gpu.driver().counts().total() - before;
-        assert!(asked <= 4, "whether it is captured, an event, its record and a question");
+        let calls = gpu.driver().counts().total() - before;
+        assert!(calls <= 4, "one capture query, and one event create, record and query");
     }
 
     #[test]
@@ -363,16 +336,15 @@ mod tests {
     // ---- streams ----
 
     #[test]
-    fn a_stream_borrows_what_another_is_done_with() {
+    fn a_stream_borrows_memory_of_an_idle_stream() {
         let gpu = gpu(1024, PAGED);
         gpu.set_lasting_streams(LastingStreams::All);
-        let block = take(&gpu, 256 * MIB, S0);
-        gpu.free(block).unwrap();
+        cache(&gpu, 256 * MIB, S0);
         let borrowed = take(&gpu, 64 * MIB, S1);
         assert_eq!(gpu.stream_of(borrowed), Some(S0));
         gpu.driver().launch(S0);
         let own = take(&gpu, 64 * MIB, S2);
-        assert_eq!(gpu.stream_of(own), Some(S2), "S0 is at work");
+        assert_eq!(gpu.stream_of(own), Some(S2), "S0 is busy");
     }
 
     #[test]
@@ -381,19 +353,17 @@ mod tests {
         gpu.set_lasting_streams(LastingStreams::All);
         let side = take(&gpu, 8 * MIB, S1);
         gpu.record_stream(side, S0).unwrap();
-        let block = take(&gpu, 256 * MIB, S0);
-        gpu.free(block).unwrap();
+        cache(&gpu, 256 * MIB, S0);
         let own = take(&gpu, 64 * MIB, S1);
         assert_eq!(gpu.stream_of(own), Some(S1));
     }
 
     #[test]
-    fn nothing_is_borrowed_where_that_is_off_or_what_is_asked_for_is_for_later() {
+    fn no_memory_is_borrowed_by_prefetch_or_without_the_borrow_rung() {
         let gpu = |conf: &str| {
             let gpu = gpu(1024, conf);
             gpu.set_lasting_streams(LastingStreams::All);
-            let block = take(&gpu, 256 * MIB, S0);
-            gpu.free(block).unwrap();
+            cache(&gpu, 256 * MIB, S0);
             gpu
         };
         let off = gpu("paged:True,skip_rungs:borrow+pieces");
@@ -405,11 +375,10 @@ mod tests {
     }
 
     #[test]
-    fn a_driver_that_cannot_tell_whether_a_stream_is_done_fails_no_request() {
+    fn a_failed_event_record_before_borrowing_fails_no_request() {
         let gpu = gpu(1024, PAGED);
         gpu.set_lasting_streams(LastingStreams::All);
-        let block = take(&gpu, 256 * MIB, S0);
-        gpu.free(block).unwrap();
+        cache(&gpu, 256 * MIB, S0);
         gpu.driver().fail(FailWhen::Nth(Call::EventRecord, 1), Fault::Failed(999));
         assert!(gpu.alloc(64 * MIB, S1).is_ok());
     }
@@ -417,14 +386,14 @@ mod tests {
     // ---- devices ----
 
     #[test]
-    fn a_device_without_pages_is_served_as_segments_are() {
+    fn a_device_without_pages_uses_the_policy_segments() {
         let config = SimConfig { has_pages: false, ..SimConfig::with_capacity(1024 * MIB) };
         let gpu = Engine::new(Arc::new(SimDriver::new(config)));
         let block = gpu.alloc(20 * MIB, S0).unwrap();
         assert_eq!(gpu.policy(), Policy::Segments);
-        for asked_for in Policy::ALL {
-            gpu.set_policy(asked_for);
-            gpu.configure("paged:True").unwrap();
+        for policy in Policy::ALL {
+            gpu.set_policy(policy);
+            gpu.configure(PAGED).unwrap();
             assert_eq!(gpu.policy(), Policy::Segments);
         }
         gpu.free(block).unwrap();
@@ -432,7 +401,7 @@ mod tests {
     }
 
     #[test]
-    fn a_policy_set_in_the_options_counts() {
+    fn the_policy_of_the_options_is_used() {
         let options = Options { policy: Policy::Expandable, ..Options::default() };
         assert_eq!(Policy::of(&options), Policy::Expandable);
     }
@@ -440,8 +409,8 @@ mod tests {
     // ---- addresses ----
 
     #[test]
-    fn a_stream_that_got_no_memory_keeps_no_addresses() {
-        for conf in [EXPANDABLE, PAGED] {
+    fn a_refused_stream_unreserves_its_addresses() {
+        for conf in ON_PAGES {
             let gpu = gpu(256, &format!("wait_ms:0,{conf}"));
             gpu.set_memory_limit(Some(128 * MIB));
             let all = take(&gpu, 128 * MIB, S0);
@@ -455,8 +424,8 @@ mod tests {
     }
 
     #[test]
-    fn a_private_pool_that_got_no_memory_is_forgotten() {
-        for conf in ALL {
+    fn a_private_pool_without_memory_is_removed() {
+        for conf in ALL_POLICIES {
             let gpu = gpu(256, &format!("wait_ms:0,{conf}"));
             gpu.set_memory_limit(Some(128 * MIB));
             let all = take(&gpu, 128 * MIB, S0);

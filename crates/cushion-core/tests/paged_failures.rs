@@ -1,5 +1,6 @@
-//! Under `paged`, whichever call of the driver fails, and however, nothing is lost: one program that stitches, splits,
-//! borrows, captures, trims and empties is run once for each call that it makes, with that call failing.
+//! Under `paged`, a failed driver call loses no memory, no addresses and no events. One program
+//! stitches, splits, borrows, captures, trims and empties the cache. It runs once for each driver
+//! call that it makes, with that call failing.
 
 mod common;
 
@@ -11,33 +12,30 @@ mod tests {
 
     use cushion_core::driver::{Bytes, Call, CallCounts, FailWhen, Fault};
     use cushion_core::size::{KIB, MIB};
-    use cushion_core::{
-        CheckedDriver, Clock, Engine, EngineConfig, LastingStreams, Options, PoolError, SimClock,
-        SimConfig, SimDriver, StreamId,
-    };
+    use cushion_core::{LastingStreams, PoolError, SimClock, SimDriver, StreamId};
 
-    use crate::common::{POOL, S0, S1, S2};
+    use crate::common::{CheckedGpu, POOL, S0, S1, S2, checked_gpu_with_clock};
 
     const FAULTS: [Fault; 2] = [Fault::OutOfMemory, Fault::Failed(999)];
 
-    /// What was seen of what the program is there for.
+    /// Which mechanisms the program exercised.
     #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
     struct Seen {
-        /// The most ranges at once.
-        ranges: usize,
+        /// The most stitches at one time.
+        stitches: usize,
         /// Whether a page was split.
         split: bool,
-        /// Whether a stream got another's memory.
+        /// Whether a stream borrowed memory of another stream.
         borrowed: bool,
-        /// Bytes that went by themselves.
+        /// Bytes that `trim` released.
         trimmed: u64,
-        /// Whether what was on its way back served a request.
+        /// Whether detached memory served a request.
         recalled: bool,
-        /// Whether the graph was served from a range, too.
+        /// Whether a stitch served a request of the private pool.
         stitched_in_pool: bool,
     }
 
-    /// An allocation, and whose work is on it.
+    /// An allocation. `life` identifies it for the checked driver.
     #[derive(Debug, Clone, Copy, PartialEq, Eq)]
     struct Block {
         address: u64,
@@ -45,46 +43,39 @@ mod tests {
         life: u64,
     }
 
-    /// A device that may fail, and a program that goes on.
+    /// A program that continues after every failed call.
     struct Program {
-        gpu: Engine<Arc<CheckedDriver<Arc<SimDriver>>>>,
-        checked: Arc<CheckedDriver<Arc<SimDriver>>>,
+        gpu: CheckedGpu,
         sim: Arc<SimDriver>,
         clock: Arc<SimClock>,
         live: Vec<Block>,
         lives: u64,
-        /// What a graph uses when it is replayed.
-        baked: Vec<(Block, Vec<Bytes>)>,
+        /// The blocks that the captured graph uses, and the memory behind them.
+        captured: Vec<(Block, Vec<Bytes>)>,
         seen: Seen,
     }
 
     impl Program {
         fn new() -> Self {
-            let sim = Arc::new(SimDriver::new(SimConfig::with_capacity(512 * MIB)));
-            let checked = Arc::new(CheckedDriver::new(Arc::clone(&sim)));
-            let clock = Arc::new(SimClock::new(Arc::clone(&sim)));
-            let its_clock: Arc<dyn Clock> = Arc::clone(&clock) as _;
             let conf = "paged:True,page_mb:16,trim_ms:1000,wait_ms:0";
-            let options = Options::parse(conf).unwrap().options;
-            let config = EngineConfig { options, clock: its_clock, ..EngineConfig::default() };
-            let gpu = Engine::with_config(Arc::clone(&checked), config);
+            let (gpu, sim, clock) = checked_gpu_with_clock(512, conf);
             gpu.set_lasting_streams(LastingStreams::These(BTreeSet::from([S1])));
-            let (live, baked, seen) = (Vec::new(), Vec::new(), Seen::default());
-            Self { gpu, checked, sim, clock, live, lives: 0, baked, seen }
+            let (live, captured, seen) = (Vec::new(), Vec::new(), Seen::default());
+            Self { gpu, sim, clock, live, lives: 0, captured, seen }
         }
 
-        /// Everything agrees with everything, and what a graph uses is where it was.
+        /// Checks the invariants and the statistics, and that the graph's memory has not moved.
         fn check(&mut self) {
             self.gpu.check_invariants().unwrap();
             assert_eq!(self.gpu.stats().reserved_bytes.all.current, self.sim.held());
             assert_eq!(self.gpu.stats().allocation.all.current, self.live.len() as u64);
-            for (block, memory) in &self.baked {
-                assert_eq!(&self.checked.behind(block.address, block.size), memory);
+            for (block, memory) in &self.captured {
+                assert_eq!(&self.gpu.driver().behind(block.address, block.size), memory);
             }
-            self.seen.ranges = self.seen.ranges.max(self.gpu.page_figures().ranges);
+            self.seen.stitches = self.seen.stitches.max(self.gpu.page_figures().ranges);
         }
 
-        /// Allocates and works on it, unless the driver fails.
+        /// Allocates a block and queues work on it, unless the driver fails.
         fn take(&mut self, bytes: u64, stream: StreamId) -> Option<Block> {
             let address = self.gpu.alloc(bytes, stream).ok();
             let block = address.map(|address| {
@@ -102,14 +93,14 @@ mod tests {
 
         fn work(&self, block: Block, stream: StreamId) {
             self.sim.launch(stream);
-            self.checked.work(block.address, block.size, stream, block.life);
+            self.gpu.driver().work(block.address, block.size, stream, block.life);
         }
 
-        /// Work on another stream, which the engine is told of.
+        /// Queues work on another stream, after `record_stream`.
         fn use_on(&mut self, block: Option<Block>, stream: StreamId) {
             if let Some(block) = block {
                 self.gpu.record_stream(block.address, stream).unwrap();
-                self.checked.wait(stream, S0);
+                self.gpu.driver().wait(stream, S0);
                 self.work(block, stream);
             }
             self.check();
@@ -117,19 +108,20 @@ mod tests {
 
         fn free(&mut self, blocks: impl IntoIterator<Item = Block>) {
             for block in blocks {
-                // One whose event could not be recorded is freed all the same, later.
+                // If an event cannot be recorded, the free completes later.
                 let _ = self.gpu.free(block.address);
                 self.live.retain(|it| *it != block);
                 self.check();
             }
         }
 
-        fn once(&mut self, bytes: u64, stream: StreamId) {
+        fn take_and_free(&mut self, bytes: u64, stream: StreamId) {
             let block = self.take(bytes, stream);
             self.free(block);
         }
 
-        fn looks(&mut self, count: usize) {
+        /// Calls `trim` this often, with half a second before each call.
+        fn trim(&mut self, count: usize) {
             for _ in 0..count {
                 self.clock.advance(Duration::from_millis(500));
                 self.seen.trimmed += self.gpu.trim().unwrap_or(0);
@@ -142,11 +134,11 @@ mod tests {
             self.check();
         }
 
-        /// Free pieces, none of them large, and what is stitched of them: on its own stream, with work of another on
-        /// it, and as a loan.
+        /// Frees every third block, and allocates stitches of the free pages: on their own stream,
+        /// with work of another stream, and borrowed by another stream. Returns the live blocks.
         fn stitch(&mut self) -> Vec<Block> {
             let mut blocks: Vec<Block> = (0..30).filter_map(|_| self.take(7 * MIB, S0)).collect();
-            // Until more was freed than is live: what is loaded is there.
+            // After that more is freed than live: the engine assumes that the program is loaded.
             for _ in 0..40 {
                 if let Ok(address) = self.gpu.alloc(7 * MIB, S0) {
                     let _ = self.gpu.free(address);
@@ -160,10 +152,10 @@ mod tests {
             self.free(large);
             self.sim.finish(S2);
             let _ = self.gpu.process_events();
-            self.once(50 * MIB, S0);
-            self.once(45 * MIB, S0);
+            self.take_and_free(50 * MIB, S0);
+            self.take_and_free(45 * MIB, S0);
             self.sim.finish(S0);
-            self.once(20 * MIB, S1);
+            self.take_and_free(20 * MIB, S1);
             self.sim.finish(S1);
             let _ = self.gpu.process_events();
             self.check();
@@ -173,10 +165,10 @@ mod tests {
         fn small(&mut self) {
             let small: Vec<Block> = (0..9).filter_map(|_| self.take(900 * KIB, S0)).collect();
             self.free(small.into_iter().skip(1));
-            self.once(30 * MIB, S0);
+            self.take_and_free(30 * MIB, S0);
         }
 
-        /// A graph on a side stream, with memory of its own.
+        /// Captures a graph on another stream, with a private pool.
         fn capture(&mut self) {
             let filter = Box::new(|stream| stream == S2);
             if self.gpu.begin_allocate_to_pool(POOL, filter).is_err() {
@@ -185,14 +177,14 @@ mod tests {
             self.sim.begin_capture(S2);
             let mut blocks = Vec::new();
             for mib in [12, 12, 12, 12, 30, 44] {
-                let ranges = self.gpu.page_figures().ranges;
+                let stitches = self.gpu.page_figures().ranges;
                 if let Ok(address) = self.gpu.alloc(mib * MIB, S2) {
-                    self.seen.stitched_in_pool |= self.gpu.page_figures().ranges > ranges;
+                    self.seen.stitched_in_pool |= self.gpu.page_figures().ranges > stitches;
                     self.lives += 1;
                     let size = self.gpu.size_of(address).unwrap().0;
                     let block = Block { address, size, life: self.lives };
                     self.live.push(block);
-                    self.baked.push((block, self.checked.behind(address, size)));
+                    self.captured.push((block, self.gpu.driver().behind(address, size)));
                     blocks.push(block);
                 }
                 self.check();
@@ -201,9 +193,9 @@ mod tests {
                     self.free(free);
                 }
             }
-            // What goes on beside it: a look, and memory of the default pool.
-            self.looks(1);
-            self.once(9 * MIB, S0);
+            // During the capture: a trim, and a request of the default pool.
+            self.trim(1);
+            self.take_and_free(9 * MIB, S0);
             self.sim.end_capture(S2);
             self.gpu.end_allocate_to_pool(POOL).unwrap();
             let left: Vec<Block> =
@@ -211,8 +203,8 @@ mod tests {
             self.free(left);
         }
 
-        /// Near the limit, pages are split.
-        fn tight(&mut self) {
+        /// Allocates near the limit, so that pages are split.
+        fn near_limit(&mut self) {
             let held = self.sim.held();
             self.gpu.set_memory_limit(Some(held + 8 * MIB));
             for mib in [33, 5, 21, 3, 41, 5] {
@@ -229,59 +221,59 @@ mod tests {
             self.gpu.set_memory_limit(None);
         }
 
-        /// Memory is on its way back when a request needs it.
+        /// Trims until pages are detached, then allocates them again.
         fn recall(&mut self) {
             let hits = |program: &Self, mib: u64| program.gpu.would_hit(mib * MIB, S0);
-            let most = (1..200).rev().find(|&mib| hits(self, mib)).unwrap_or(1);
+            let largest = (1..200).rev().find(|&mib| hits(self, mib)).unwrap_or(1);
             for _ in 0..8 {
-                if hits(self, most) {
-                    self.looks(1);
+                if hits(self, largest) {
+                    self.trim(1);
                 }
             }
-            let is_out = !hits(self, most);
+            let is_detached = !hits(self, largest);
             let mapped = self.sim.counts().of(Call::Map);
-            let block = self.take(most * MIB, S0);
-            let is_back = block.is_some() && self.sim.counts().of(Call::Map) == mapped;
-            self.seen.recalled |= is_out && is_back;
+            let block = self.take(largest * MIB, S0);
+            let is_recalled = block.is_some() && self.sim.counts().of(Call::Map) == mapped;
+            self.seen.recalled |= is_detached && is_recalled;
             self.free(block);
         }
 
         fn run(&mut self) {
-            self.looks(1);
+            self.trim(1);
             let blocks = self.stitch();
             self.small();
             self.capture();
-            self.tight();
+            self.near_limit();
             self.free(blocks.into_iter().step_by(2));
             self.sim.finish_all();
             self.recall();
             self.sim.finish_all();
-            self.looks(12);
-            self.released();
-            self.looks(6);
+            self.trim(12);
+            self.release_pool();
+            self.trim(6);
             self.empty_cache();
             let _ = self.gpu.prefetch(60 * MIB, S1);
             self.check();
-            self.once(60 * MIB, S1);
+            self.take_and_free(60 * MIB, S1);
             self.stitch();
             self.empty_cache();
         }
 
-        /// The graph is gone.
-        fn released(&mut self) {
-            self.baked.clear();
+        /// Releases the private pool, as a program does that destroys its graph.
+        fn release_pool(&mut self) {
+            self.captured.clear();
             match self.gpu.release_pool(POOL) {
                 Ok(()) | Err(PoolError::Unknown(_) | PoolError::Released(_)) => {}
                 Err(error) => panic!("{error}"),
             }
         }
 
-        /// Everything is freed, and the driver works again: nothing is held.
+        /// Ends the scripted failures, frees everything, and asserts that no memory is reserved.
         fn finish(mut self) -> (Seen, CallCounts) {
             self.sim.clear_failures();
             let live = self.live.clone();
             self.free(live);
-            self.released();
+            self.release_pool();
             self.sim.finish_all();
             self.gpu.empty_cache().unwrap();
             self.check();
@@ -289,20 +281,20 @@ mod tests {
             assert_eq!(self.gpu.page_figures().pages, 0);
             assert_eq!(self.gpu.page_figures().ranges, 0);
             assert_eq!(self.gpu.pool_uses(POOL), Err(PoolError::Unknown(POOL)));
-            let Self { gpu, checked, sim, seen, .. } = self;
+            let Self { gpu, sim, seen, .. } = self;
             drop(gpu);
-            drop(checked);
             (seen, sim.counts())
         }
     }
 
-    /// How many of these calls there were more than of those, if one `failed`.
-    fn left(counts: CallCounts, (make, take_back): (Call, Call), failed: Option<Call>) -> i64 {
+    /// Returns how many more successful `create` calls than `destroy` calls there were, if one call
+    /// of the kind `failed` failed.
+    fn left(counts: CallCounts, (create, destroy): (Call, Call), failed: Option<Call>) -> i64 {
         let of = |call| counts.of(call).cast_signed() - i64::from(failed == Some(call));
-        of(make) - of(take_back)
+        of(create) - of(destroy)
     }
 
-    /// Pages, addresses and events go back to the driver, but for what `failed`.
+    /// Asserts that all pages, mappings, addresses and events were returned to the driver.
     fn assert_nothing_is_left(counts: CallCounts, failed: Option<Call>, what: &str) {
         for pair in [
             (Call::Create, Call::Release),
@@ -310,22 +302,22 @@ mod tests {
             (Call::Reserve, Call::Unreserve),
             (Call::EventCreate, Call::EventDestroy),
         ] {
-            assert_eq!(left(counts, pair, failed), 0, "{pair:?} are left: {what}");
+            assert_eq!(left(counts, pair, failed), 0, "unequal numbers of {pair:?}: {what}");
         }
     }
 
     #[test]
-    fn the_program_does_what_it_is_there_for() {
+    fn the_program_exercises_every_mechanism() {
         let mut program = Program::new();
         program.run();
         let (seen, counts) = program.finish();
-        assert!(seen.ranges >= 2 && seen.trimmed > 0, "{seen:?}");
+        assert!(seen.stitches >= 2 && seen.trimmed > 0, "{seen:?}");
         assert!(seen.split && seen.borrowed && seen.recalled && seen.stitched_in_pool, "{seen:?}");
         assert_nothing_is_left(counts, None, "nothing failed");
     }
 
     #[test]
-    fn nothing_is_lost_whichever_call_fails() {
+    fn nothing_is_lost_if_any_one_call_fails() {
         let mut program = Program::new();
         program.run();
         let made = program.sim.counts();
@@ -343,15 +335,15 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_lost_when_all_calls_of_a_kind_fail() {
+    fn nothing_is_lost_if_all_calls_of_a_kind_fail() {
         for (call, fault) in Call::ALL.into_iter().flat_map(|call| FAULTS.map(|it| (call, it))) {
             let mut program = Program::new();
             let blocks = program.stitch();
             program.sim.fail(FailWhen::Every(call), fault);
             program.small();
-            program.tight();
+            program.near_limit();
             program.free(blocks);
-            program.looks(12);
+            program.trim(12);
             program.empty_cache();
             program.stitch();
             program.finish();

@@ -1,6 +1,6 @@
-//! Nothing is unmapped, released or given to another stream while the device may still use it: graphs that are replayed
-//! on any stream and destroyed at once, streams that are destroyed, captures that nobody told the allocator of, and other
-//! threads that go on while one waits for the device.
+//! No memory is unmapped, released or given to another stream while the device may still use it.
+//! The cases: graphs that are replayed on any stream and destroyed at once, destroyed streams,
+//! captures without a private pool, and other threads that continue while one waits for the device.
 
 mod common;
 
@@ -21,14 +21,11 @@ mod tests {
         SimConfig, SimDriver, StreamId, driver_methods,
     };
 
-    use crate::common::{S0, S1, S2};
+    use crate::common::{ALL_POLICIES, ON_PAGES, S0, S1, S2, cache, free_every_second};
 
     type Gpu = Engine<Arc<Watched>>;
 
-    const ON_PAGES: [&str; 2] = ["paged:True", "expandable_segments:True"];
-    const CONFS: [&str; 3] = ["paged:True", "expandable_segments:True", "paged:False"];
-
-    /// A driver that polices the contract, and that lets another thread do something while it waits for the device.
+    /// A closure that runs once, while the driver waits for the device.
     #[derive(Default)]
     struct Meanwhile(Mutex<Option<Box<dyn FnOnce() + Send>>>);
 
@@ -38,16 +35,20 @@ mod tests {
         }
     }
 
+    /// A checked driver that runs a closure during a wait for the device, and counts the driver
+    /// calls in each hold of the engine's lock.
     #[derive(Debug)]
     struct Watched {
         checked: CheckedDriver<Arc<SimDriver>>,
         meanwhile: Meanwhile,
         engine: OnceLock<Weak<Gpu>>,
-        /// The hold of the lock in which calls were made last, how many in it, and the most in any.
+        /// The number of the last hold of the lock with slow calls, the slow calls in that hold,
+        /// and the most slow calls in any hold.
         holds: Mutex<(u64, u64, u64)>,
     }
 
     impl Watched {
+        /// Counts a slow call.
         fn before(&self, call: Call) {
             let is_slow = matches!(call, Call::Unmap | Call::Release | Call::Unreserve);
             if let Some(engine) = self.engine.get().and_then(Weak::upgrade)
@@ -106,8 +107,9 @@ mod tests {
     }
 
     impl World {
-        /// Captures a graph that uses `bytes` bytes of a pool of its own: free in the pool afterwards, and the graph's
-        /// until the pool is released.
+        /// Captures a graph that uses `bytes` bytes of a private pool. Afterwards the memory is
+        /// free in the pool, and the graph may use it until the pool is released. Returns address
+        /// and size.
         fn capture(&self, pool: PoolId, stream: StreamId, bytes: u64) -> (u64, u64) {
             let filter = Box::new(move |it| it == stream);
             self.gpu.begin_allocate_to_pool(pool, filter).unwrap();
@@ -121,18 +123,18 @@ mod tests {
             (address, size)
         }
 
-        /// Work that uses memory, on a stream.
+        /// Queues work on a stream that uses this memory.
         fn work(&self, (address, size): (u64, u64), stream: StreamId, life: u64) {
             self.watched.checked.work(address, size, stream, life);
             self.sim.launch(stream);
         }
 
-        /// What another thread does while the next wait for the device is under way.
+        /// Sets the closure that runs during the next wait for the device.
         fn meanwhile(&self, f: impl FnOnce(World) + Send + 'static) {
             let Self { gpu, watched, sim } = self;
-            let it =
+            let world =
                 World { gpu: Arc::clone(gpu), watched: Arc::clone(watched), sim: Arc::clone(sim) };
-            *self.watched.meanwhile.0.lock().unwrap() = Some(Box::new(|| f(it)));
+            *self.watched.meanwhile.0.lock().unwrap() = Some(Box::new(|| f(world)));
         }
 
         fn free(&self, addresses: &[u64]) {
@@ -162,24 +164,23 @@ mod tests {
                 world.work(used, replaying, 1);
                 world.gpu.release_pool(second).unwrap();
             });
-            // It fits once the first graph's memory is given back.
+            // The request fits once the memory of the first graph is released.
             let served = world.gpu.alloc(180 * MIB, S0);
             assert!(served.is_ok(), "{conf}: {served:?}");
             world.gpu.free(served.unwrap()).unwrap();
             world.finish();
-            assert_eq!(world.sim.held(), 0, "{conf}: once the replay is done it goes");
+            assert_eq!(world.sim.held(), 0, "{conf}: memory stays after the replay is done");
         }
     }
 
     #[test]
-    fn a_range_of_a_released_graph_outlives_its_replay() {
+    fn a_stitch_of_a_released_graph_outlives_its_replay() {
         let world = world(256, "paged:True,page_mb:2,trim_ms:0,wait_ms:0");
         let (gpu, stream, pool, replaying) = (&world.gpu, StreamId(3), PoolId(0, 1), StreamId(7));
         gpu.set_lasting_streams(LastingStreams::All);
         gpu.set_most_ranges(8);
         for _ in 0..12 {
-            let address = gpu.alloc(8 * MIB, stream).unwrap();
-            gpu.free(address).unwrap();
+            cache(gpu, 8 * MIB, stream);
         }
         gpu.empty_cache().unwrap();
         // In the capture, two holes of 12 MiB serve 20 MiB together.
@@ -188,14 +189,14 @@ mod tests {
         let blocks: Vec<u64> = (0..4).map(|_| gpu.alloc(12 * MIB, stream).unwrap()).collect();
         world.free(&[blocks[0], blocks[2]]);
         let stitched = gpu.alloc(20 * MIB, stream).unwrap();
-        assert_eq!(gpu.page_figures().ranges, 1, "it is a range");
+        assert_eq!(gpu.page_figures().ranges, 1, "the block is a stitch");
         world.sim.launch(stream);
         world.free(&[stitched, blocks[1], blocks[3]]);
         world.sim.end_capture(stream);
         gpu.end_allocate_to_pool(pool).unwrap();
         world.work((stitched, 20 * MIB), replaying, 1);
         gpu.release_pool(pool).unwrap();
-        // The program goes on, on the stream of the capture, with ever other shapes.
+        // The program continues on the stream of the capture, with changing sizes.
         let mut live: Vec<u64> = (0..10).map(|_| gpu.alloc(12 * MIB, stream).unwrap()).collect();
         gpu.set_memory_limit(Some(gpu.stats().reserved_bytes.all.current));
         for round in 0..300_usize {
@@ -215,21 +216,20 @@ mod tests {
         assert!(gpu.page_figures().ranges <= 18, "{:?}", gpu.page_figures());
     }
 
-    // ---- requests meanwhile ----
+    // ---- requests during a wait ----
 
     #[test]
-    fn what_is_used_and_freed_again_during_the_wait_stays() {
-        for conf in CONFS {
+    fn memory_that_is_used_and_freed_during_the_wait_stays() {
+        for conf in ALL_POLICIES {
             let world = world(256, conf);
             let stream = StreamId(5);
-            let cached = world.gpu.alloc(100 * MIB, stream).unwrap();
-            world.gpu.free(cached).unwrap();
+            cache(&world.gpu, 100 * MIB, stream);
             world.meanwhile(move |world| {
                 let address = world.gpu.alloc(100 * MIB, stream).unwrap();
                 world.work((address, 100 * MIB), stream, 1);
                 world.gpu.free(address).unwrap();
             });
-            // By the rung that gives back; and by name.
+            // First by the rung that releases memory, then by `empty_cache`.
             let _ = world.gpu.alloc(200 * MIB, S0);
             world.gpu.check_invariants().unwrap();
             world.meanwhile(move |world| {
@@ -268,16 +268,21 @@ mod tests {
         }
     }
 
-    // ---- streams that are destroyed ----
+    // ---- destroyed streams ----
 
-    /// Stream 9 has work on memory that it borrowed of stream 0, and is gone. The device has nothing more.
-    fn borrowed_by_a_stream_that_is_gone(world: &World, conf: &str) -> (u64, u64) {
+    /// Fills the device. Stream 9 borrows a block of stream 0, queues work on it and is destroyed.
+    /// Returns the borrowed block and the other one.
+    fn borrowed_by_a_destroyed_stream(world: &World, conf: &str) -> (u64, u64) {
         let (gpu, mine) = (&world.gpu, StreamId(9));
         let free = gpu.alloc(20 * MIB, S0).unwrap();
         let pin = gpu.alloc(40 * MIB, S0).unwrap();
         gpu.free(free).unwrap();
         let tensor = gpu.alloc(20 * MIB, mine).unwrap();
-        assert_eq!((tensor, gpu.stream_of(tensor)), (free, Some(S0)), "{conf}: it borrows");
+        assert_eq!(
+            (tensor, gpu.stream_of(tensor)),
+            (free, Some(S0)),
+            "{conf}: the block is borrowed"
+        );
         world.work((tensor, 20 * MIB), mine, 1);
         world.watched.checked.destroy_stream(mine);
         world.sim.destroy_stream(mine);
@@ -285,13 +290,13 @@ mod tests {
     }
 
     #[test]
-    fn a_stream_that_borrowed_may_be_destroyed_before_the_free() {
-        for conf in CONFS {
+    fn a_stream_may_be_destroyed_before_a_borrowed_block_is_freed() {
+        for conf in ALL_POLICIES {
             let world = world(64, &format!("{conf},skip_rungs:cached"));
-            let (tensor, pin) = borrowed_by_a_stream_that_is_gone(&world, conf);
+            let (tensor, pin) = borrowed_by_a_destroyed_stream(&world, conf);
             world.gpu.free(tensor).unwrap();
             world.gpu.check_invariants().unwrap();
-            // It is the lender's again once the device was waited for, which a shortage does.
+            // The shortage waits for the device. Then the block is free for its own stream.
             let again = world.gpu.alloc(20 * MIB, S0).unwrap();
             assert_eq!(again, tensor, "{conf}");
             world.work((again, 20 * MIB), S0, 2);
@@ -302,16 +307,16 @@ mod tests {
     }
 
     #[test]
-    fn who_waits_is_served_by_a_free_that_needs_the_device() {
-        for conf in CONFS {
+    fn a_waiting_request_is_served_by_a_free_that_waits_for_the_device() {
+        for conf in ALL_POLICIES {
             let world = world(64, &format!("{conf},skip_rungs:cached"));
-            let (tensor, pin) = borrowed_by_a_stream_that_is_gone(&world, conf);
+            let (tensor, pin) = borrowed_by_a_destroyed_stream(&world, conf);
             let mut waits = pin!(world.gpu.alloc_async(20 * MIB, S0));
             let mut poll = || waits.as_mut().poll(&mut task::Context::from_waker(Waker::noop()));
-            assert!(poll().is_pending(), "{conf}: all is in use");
+            assert!(poll().is_pending(), "{conf}: all memory is in use");
             world.gpu.free(tensor).unwrap();
             let Poll::Ready(Ok(again)) = poll() else {
-                panic!("{conf}: nobody waits for the device")
+                panic!("{conf}: the request did not wait for the device")
             };
             assert_eq!(again, tensor, "{conf}");
             world.work((again, 20 * MIB), S0, 2);
@@ -321,7 +326,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stream_that_borrowed_and_was_named_has_its_event() {
+    fn a_borrowing_stream_that_was_recorded_has_its_event() {
         let world = world(64, "paged:False,skip_rungs:cached");
         let (gpu, mine) = (&world.gpu, StreamId(9));
         let free = gpu.alloc(20 * MIB, S0).unwrap();
@@ -339,7 +344,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stream_may_be_destroyed_before_what_it_had_in_host_memory_is_freed() {
+    fn a_stream_may_be_destroyed_before_its_spilled_block_is_freed() {
         for conf in ON_PAGES {
             let world = world(64, &format!("{conf},spill_limit_mb:128,spill_over_mb:1,wait_ms:0"));
             let (gpu, mine) = (&world.gpu, StreamId(9));
@@ -353,60 +358,59 @@ mod tests {
                 }
                 gpu.free(tensor).unwrap();
                 gpu.check_invariants().unwrap();
-                // The next does not fit beside it: the shortage waits for the device first.
+                // The next block does not fit: the shortage waits for the device first.
             }
             world.finish();
             assert_eq!(world.sim.held_host(), 0);
         }
     }
 
-    // ---- captures that nobody told the allocator of ----
+    // ---- captures without a private pool ----
 
     #[test]
-    fn a_stream_that_is_being_captured_is_left_alone() {
-        for conf in CONFS {
+    fn no_event_is_recorded_on_a_stream_that_is_being_captured() {
+        for conf in ALL_POLICIES {
             let world = world(256, &format!("{conf},page_mb:2,trim_ms:1,wait_ms:0"));
             let (gpu, captured, mine) = (&world.gpu, StreamId(3), StreamId(4));
             gpu.set_lasting_streams(LastingStreams::All);
             for _ in 0..3 {
-                let address = gpu.alloc(100 * MIB, captured).unwrap();
-                gpu.free(address).unwrap();
+                cache(gpu, 100 * MIB, captured);
             }
             let shared = gpu.alloc(20 * MIB, mine).unwrap();
             gpu.record_stream(shared, captured).unwrap();
             world.watched.checked.begin_capture(captured);
             world.sim.begin_capture(captured);
-            // A miss that could borrow, a free that waits for the captured stream, and giving back by itself.
+            // A miss that could borrow, a free that waits for the captured stream, and a trim.
             let more: Vec<u64> = (0..2).map(|_| gpu.alloc(30 * MIB, mine).unwrap()).collect();
             gpu.free(shared).unwrap();
             let _ = gpu.trim();
             gpu.check_invariants().unwrap();
             world.watched.checked.end_capture(captured);
             world.sim.end_capture(captured);
-            more.into_iter().for_each(|address| gpu.free(address).unwrap());
+            world.free(&more);
             world.finish();
-            assert_eq!(gpu.stats().active_bytes.all.current, 0, "{conf}: it is freed afterwards");
+            assert_eq!(
+                gpu.stats().active_bytes.all.current,
+                0,
+                "{conf}: the free completes after the capture"
+            );
         }
     }
 
     // ---- how long the lock is held ----
 
     #[test]
-    fn the_lock_is_held_for_few_calls_while_memory_is_given_back() {
+    fn one_hold_of_the_lock_makes_few_slow_driver_calls() {
         let world = world(4096, "paged:True,page_mb:2,trim_ms:0,wait_ms:0");
         let gpu = &world.gpu;
         for _ in 0..3 {
-            let address = gpu.alloc(1024 * MIB, S0).unwrap();
-            gpu.free(address).unwrap();
+            cache(gpu, 1024 * MIB, S0);
         }
         gpu.empty_cache().unwrap();
         let blocks: Vec<u64> = (0..170).map(|_| gpu.alloc(6 * MIB, S0).unwrap()).collect();
-        let (free, kept): (Vec<_>, Vec<_>) =
-            blocks.into_iter().enumerate().partition(|(index, _)| index % 2 == 0);
-        free.into_iter().for_each(|(_, address)| gpu.free(address).unwrap());
+        let kept = free_every_second(gpu, &blocks);
         for size in (10..400).step_by(2) {
-            let address = gpu.alloc(size * MIB, S0).unwrap();
-            gpu.free(address).unwrap();
+            cache(gpu, size * MIB, S0);
         }
         let figures = gpu.page_figures();
         assert!(figures.ranges > 100 && figures.pages > 400, "{figures:?}");
@@ -415,21 +419,19 @@ mod tests {
         gpu.empty_cache().unwrap();
         let unmaps = world.sim.counts().of(Call::Unmap) - before;
         let (_, _, most) = *world.watched.holds.lock().unwrap();
-        assert!(unmaps > 5_000, "each page is in many ranges: {unmaps}");
+        assert!(unmaps > 5_000, "each page is in many stitches: {unmaps}");
         assert!(most <= 32, "{most} calls in one hold of the lock");
-        // The same where a shortage gives back.
-        kept.into_iter().for_each(|(_, address)| gpu.free(address).unwrap());
-        let all = gpu.alloc(4094 * MIB, S1).unwrap();
-        gpu.free(all).unwrap();
+        // A shortage also releases memory.
+        world.free(&kept);
+        cache(gpu, 4094 * MIB, S1);
         world.finish();
         assert_eq!((world.sim.held(), gpu.page_figures().ranges), (0, 0));
     }
 
     #[test]
-    fn requests_of_any_size_are_refused_or_served() {
+    fn huge_requests_are_refused() {
         let world = world(64, "paged:True,wait_ms:0");
-        let cached = world.gpu.alloc(20 * MIB, S2).unwrap();
-        world.gpu.free(cached).unwrap();
+        cache(&world.gpu, 20 * MIB, S2);
         for size in [u64::MAX, u64::MAX - 511, u64::MAX / 2, 1 << 63] {
             for _ in 0..3 {
                 assert!(world.gpu.alloc(size, S2).is_err());
@@ -440,7 +442,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stream_that_lasts_no_more_is_not_asked() {
+    fn a_stream_that_is_no_longer_lasting_is_not_queried() {
         let world = world(256, "paged:True,page_mb:2,trim_ms:1,wait_ms:0");
         let (gpu, other) = (&world.gpu, StreamId(3));
         gpu.set_lasting_streams(LastingStreams::These(BTreeSet::from([other])));
@@ -452,8 +454,7 @@ mod tests {
         world.watched.checked.destroy_stream(other);
         world.sim.destroy_stream(other);
         let _ = gpu.trim();
-        let served = gpu.alloc(200 * MIB, S0).unwrap();
-        gpu.free(served).unwrap();
+        cache(gpu, 200 * MIB, S0);
         world.finish();
         assert_eq!(world.sim.held(), 0);
     }

@@ -1,7 +1,7 @@
-//! Random programs, on every policy and ladder, with every invariant checked after each step.
+//! Random programs on every policy and ladder. Every step is followed by a check of the invariants.
 //!
-//! `CUSHION_PROGRAMS=200000 CUSHION_SEED=7 cargo test -p cushion-core --release --test properties -- --ignored
-//! --nocapture` runs as many with other numbers.
+//! `CUSHION_PROGRAMS=200000 CUSHION_SEED=7 cargo test -p cushion-core --release --test properties
+//! -- --ignored --nocapture` runs that many programs from that seed.
 
 #[cfg(test)]
 mod tests {
@@ -9,7 +9,7 @@ mod tests {
     use cushion_core::{Ladder, Policy};
     use proptest::prelude::*;
 
-    /// Programs of each policy and ladder.
+    /// Number of programs for each policy and ladder.
     const PROGRAMS: u64 = 4000;
 
     fn run(policy: Policy, ladder: Ladder) {
@@ -17,9 +17,9 @@ mod tests {
             let mut program = Program::random(number);
             program.setup = Setup { policy, ladder, ..program.setup };
             if let Some(failure) = program.failure() {
-                let least = program.shrunk();
-                let why = least.failure().unwrap_or_default();
-                panic!("program {number}: {failure}\nthe least of it: {why}\n{least:#?}");
+                let smallest = program.shrunk();
+                let why = smallest.failure().unwrap_or_default();
+                panic!("program {number}: {failure}\nshrunk: {why}\n{smallest:#?}");
             }
         }
     }
@@ -57,22 +57,20 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(500))]
 
-        /// The programs of bytes that nobody chose.
         #[test]
-        fn of_any_bytes(bytes in prop::collection::vec(any::<u8>(), 0..600)) {
+        fn random_bytes_are_programs_that_run(bytes in prop::collection::vec(any::<u8>(), 0..600)) {
             Program::read(&bytes).run();
         }
     }
 
-    #[expect(clippy::disallowed_methods, reason = "how many is the business of who runs it")]
-    fn number(name: &str, or: u64) -> u64 {
-        std::env::var(name).map_or(or, |text| text.parse().expect("a number"))
+    #[expect(clippy::disallowed_methods, reason = "the environment sets the number of programs")]
+    fn number(name: &str, default: u64) -> u64 {
+        std::env::var(name).map_or(default, |text| text.parse().expect("a number"))
     }
 
-    /// As many as asked for, with numbers of their own.
     #[test]
-    #[ignore = "runs for as long as one likes"]
-    fn many() {
+    #[ignore = "runs for minutes"]
+    fn many_programs() {
         let (seed, programs) = (number("CUSHION_SEED", 1), number("CUSHION_PROGRAMS", 100_000));
         let Summary { programs, actions } = run_programs(seed, programs, |so_far| {
             if so_far.programs.is_multiple_of(20_000) {
@@ -82,9 +80,8 @@ mod tests {
         eprintln!("seed {seed}: {programs} programs with {actions} actions, none failed");
     }
 
-    /// The programs are about as long, and as varied, as they are meant to be.
     #[test]
-    fn chance_makes_every_action() {
+    fn random_programs_are_long_and_have_every_action() {
         let mut names = std::collections::BTreeSet::new();
         let mut actions = 0;
         for number in 0..PROGRAMS {

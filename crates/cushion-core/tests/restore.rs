@@ -1,4 +1,4 @@
-//! An engine put back into a state goes on as the one it was taken from.
+//! An engine that is restored from the state of another engine behaves like that engine.
 
 mod common;
 
@@ -13,6 +13,7 @@ mod tests {
 
     use crate::common::{EXPANDABLE, Gpu, PAGED, POLICIES, POOL, S0, S1, every_stream, gpu};
 
+    /// Returns the state of one segment.
     fn held(segment: &SegmentFigures, range: Option<u64>) -> HeldSegment {
         let live = segment.blocks.iter().filter(|block| block.use_ == BlockUse::Live);
         HeldSegment {
@@ -32,7 +33,7 @@ mod tests {
         }
     }
 
-    /// What an engine holds. Its ranges must not have lost their first pages.
+    /// Returns the state of all segments. The first page of each address range must be mapped.
     fn all_held(gpu: &Gpu) -> Vec<HeldSegment> {
         let segments = gpu.snapshot().segments;
         let range = |of: &SegmentFigures| {
@@ -44,10 +45,10 @@ mod tests {
         segments.iter().map(|s| held(s, range(s).filter(|_| s.paged))).collect()
     }
 
-    /// An engine with the same memory at the same addresses.
+    /// Returns a new engine with the same memory at the same addresses.
     fn copy(gpu: &Gpu, conf: &str) -> Gpu {
         let copy = crate::common::gpu(4096, conf);
-        // The simulator gives its own addresses in the order it is asked.
+        // The simulated device assigns addresses in the order of the requests.
         let mut all = all_held(gpu);
         all.sort_by_key(|segment| (segment.range.unwrap_or(segment.address), segment.address));
         for (segment, base) in all.iter().zip(copy.restore(&all, |_| {})) {
@@ -62,32 +63,32 @@ mod tests {
         (size, 0..2_u64, 0..64_usize)
     }
 
-    /// Allocates, and frees one of what is live now and then; the addresses given.
-    fn go_on(gpu: &Gpu, requests: &[(u64, u64, usize)], live: &mut Vec<u64>) -> Vec<u64> {
-        let mut given = Vec::new();
+    /// Makes the requests, with a free after most of them; returns the allocated addresses.
+    fn run(gpu: &Gpu, requests: &[(u64, u64, usize)], live: &mut Vec<u64>) -> Vec<u64> {
+        let mut allocated = Vec::new();
         for &(size, stream, which) in requests {
             if let Ok(address) = gpu.alloc(size, StreamId(stream)) {
-                given.push(address);
+                allocated.push(address);
                 live.push(address);
             }
             if which % 3 != 0 && !live.is_empty() {
                 gpu.free(live.swap_remove(which % live.len())).unwrap();
             }
         }
-        given
+        allocated
     }
 
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(1000))]
         #[test]
-        fn a_restored_engine_goes_on_as_the_first(
+        fn a_restored_engine_behaves_like_the_first(
             before in vec(any_request(), 1..60),
             after in vec(any_request(), 1..60),
         ) {
             for conf in POLICIES {
                 let first = gpu(4096, conf);
                 let mut live = Vec::new();
-                go_on(&first, &before, &mut live);
+                run(&first, &before, &mut live);
                 let second = copy(&first, conf);
                 prop_assert_eq!(second.live_and_reserved(), first.live_and_reserved());
                 let blocks = |gpu: &Gpu| -> Vec<_> {
@@ -95,8 +96,8 @@ mod tests {
                     all.map(|block| (block.address, block.size, block.use_)).collect()
                 };
                 prop_assert_eq!(blocks(&second), blocks(&first));
-                let (mut live_too, first_given) = (live.clone(), go_on(&first, &after, &mut live));
-                prop_assert_eq!(go_on(&second, &after, &mut live_too), first_given);
+                let (mut live_too, expected) = (live.clone(), run(&first, &after, &mut live));
+                prop_assert_eq!(run(&second, &after, &mut live_too), expected);
                 second.check_invariants().unwrap();
                 prop_assert_eq!(blocks(&second), blocks(&first));
             }
@@ -104,14 +105,14 @@ mod tests {
     }
 
     #[test]
-    fn private_pools_come_back_with_one_use() {
+    fn private_pools_are_restored_with_one_use() {
         let first = gpu(4096, "");
         first.begin_allocate_to_pool(POOL, every_stream()).unwrap();
         let address = first.alloc(100, S1).unwrap();
         first.end_allocate_to_pool(POOL).unwrap();
         let second = copy(&first, "");
         assert_eq!(second.pool_uses(POOL), Ok(1));
-        // Its free memory is the pool's own.
+        // Its free memory serves only the pool.
         second.free(address).unwrap();
         assert_ne!(second.alloc(100, S1).unwrap(), address);
         second.begin_allocate_to_pool(POOL, every_stream()).unwrap();
@@ -120,9 +121,9 @@ mod tests {
     }
 
     #[test]
-    fn parts_of_one_range_share_it() {
+    fn segments_of_one_address_range_share_the_reservation() {
         let gpu = gpu(4096, EXPANDABLE);
-        let part = |address: u64| HeldSegment {
+        let segment = |address: u64| HeldSegment {
             address,
             size: 20 * MIB,
             stream: S0,
@@ -131,20 +132,20 @@ mod tests {
             range: Some(1 << 40),
             live: Vec::new(),
         };
-        let parts = [part((1 << 40) + 20 * MIB), part((1 << 40) + 80 * MIB)];
+        let segments = [segment((1 << 40) + 20 * MIB), segment((1 << 40) + 80 * MIB)];
         let mut reserved = 0;
-        let bases = gpu.restore(&parts, |_| reserved += 1);
+        let bases = gpu.restore(&segments, |_| reserved += 1);
         assert_eq!(reserved, 1);
         let bases: Vec<u64> = bases.into_iter().map(Result::unwrap).collect();
         assert_eq!(bases[1] - bases[0], 60 * MIB);
         gpu.check_invariants().unwrap();
-        // The hole before the first part is the lowest place with room.
+        // The hole before the first segment is the lowest address with room.
         assert_eq!(gpu.alloc(38 * MIB, S0).unwrap(), bases[0] - 20 * MIB);
         gpu.check_invariants().unwrap();
     }
 
     #[test]
-    fn what_lies_on_pages_of_any_size_comes_back() {
+    fn memory_on_pages_of_any_size_is_restored() {
         for into in [PAGED, EXPANDABLE, ""] {
             let first = gpu(4096, PAGED);
             let live: Vec<u64> = (0..8).map(|i| first.alloc((3 + i) * MIB, S0).unwrap()).collect();
@@ -163,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn an_address_in_the_homes_of_others_is_refused() {
+    fn an_address_inside_another_home_range_is_refused() {
         let gpu = gpu(256, PAGED);
         let range = 1 << 40;
         let held = |address: u64, range: u64| HeldSegment {
@@ -175,7 +176,8 @@ mod tests {
             range: Some(range),
             live: vec![HeldBlock { address, size: 20 * MIB, requested: 20 * MIB }],
         };
-        // The first range has 300 MiB; homes are made before the second.
+        // The first range has 300 MiB. The request in the callback reserves homes after it, before
+        // the second range is reserved.
         let all = [held(range, range), held(1 << 41, 1 << 41), held(range + 340 * MIB, range)];
         let mut placed = 0;
         let results = gpu.restore(&all, |_| {
@@ -190,8 +192,8 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_have_been_is_refused_and_nothing_is_lost() {
-        let sound = HeldSegment {
+    fn an_impossible_state_is_refused_and_nothing_is_lost() {
+        let valid = HeldSegment {
             address: 1 << 40,
             size: 20 * MIB,
             stream: S0,
@@ -200,24 +202,24 @@ mod tests {
             range: None,
             live: vec![HeldBlock { address: 1 << 40, size: 512, requested: 3 }],
         };
-        let block = sound.live[0];
-        let with = |live: Vec<HeldBlock>| HeldSegment { live, ..sound.clone() };
+        let block = valid.live[0];
+        let with = |live: Vec<HeldBlock>| HeldSegment { live, ..valid.clone() };
         for (what, broken) in [
-            ("size", HeldSegment { size: 0, ..sound.clone() }),
-            ("size", HeldSegment { size: 700, ..sound.clone() }),
-            ("end", HeldSegment { address: u64::MAX - 511, ..sound.clone() }),
+            ("size", HeldSegment { size: 0, ..valid.clone() }),
+            ("size", HeldSegment { size: 700, ..valid.clone() }),
+            ("end", HeldSegment { address: u64::MAX - 511, ..valid.clone() }),
             ("overlap", with(vec![block, block])),
             ("overlap", with(vec![HeldBlock { address: 512, ..block }])),
             ("overlap", with(vec![HeldBlock { size: 1 << 40, ..block }])),
             ("multiple", with(vec![HeldBlock { size: 100, ..block }])),
             ("multiple", with(vec![HeldBlock { address: (1 << 40) + 4, ..block }])),
             ("asked", with(vec![HeldBlock { requested: 513, ..block }])),
-            ("before", HeldSegment { range: Some(2 << 40), ..sound.clone() }),
-            ("pages", HeldSegment { range: Some((1 << 40) - 512), ..sound.clone() }),
-            ("too small", HeldSegment { range: Some(1), ..sound.clone() }),
+            ("before", HeldSegment { range: Some(2 << 40), ..valid.clone() }),
+            ("pages", HeldSegment { range: Some((1 << 40) - 512), ..valid.clone() }),
+            ("too small", HeldSegment { range: Some(1), ..valid.clone() }),
         ] {
             let gpu = gpu(4096, EXPANDABLE);
-            let results = gpu.restore(&[broken, sound.clone()], |_| {});
+            let results = gpu.restore(&[broken, valid.clone()], |_| {});
             let Err(RestoreError::Impossible { what: told, .. }) = &results[0] else {
                 panic!("{what}: {:?}", results[0]);
             };
@@ -225,12 +227,12 @@ mod tests {
             assert!(results[1].is_ok(), "{what}");
             gpu.check_invariants().unwrap();
         }
-        // Far more than there is takes no effort, a little more is found out on the way.
+        // A segment that is larger than the device is refused, and nothing is reserved.
         for (size, range) in
             [(1 << 60, None), (1 << 60, Some(1 << 40)), (40 * MIB, None), (40 * MIB, Some(1 << 40))]
         {
             let small = gpu(30, EXPANDABLE);
-            let large = HeldSegment { size, range, ..sound.clone() };
+            let large = HeldSegment { size, range, ..valid.clone() };
             let full = small.restore(std::slice::from_ref(&large), |_| {});
             assert!(matches!(full[0], Err(RestoreError::Full { .. })), "{full:?}");
             small.check_invariants().unwrap();

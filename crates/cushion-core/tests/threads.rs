@@ -1,7 +1,7 @@
-//! Programs on real threads, with a watched driver: see `testing::stress`.
+//! Programs on real threads, on a checked driver: see `testing::stress`.
 //!
-//! `CUSHION_OPERATIONS=300000 CUSHION_SEED=7 cargo test -p cushion-core --release --test threads -- --ignored --nocapture`
-//! runs for longer.
+//! `CUSHION_OPERATIONS=300000 CUSHION_SEED=7 cargo test -p cushion-core --release --test threads --
+//! --ignored --nocapture` runs longer.
 
 #[cfg(test)]
 mod tests {
@@ -31,13 +31,13 @@ mod tests {
         run(Policy::Paged);
     }
 
-    #[expect(clippy::disallowed_methods, reason = "how many is the business of who runs it")]
-    fn number(name: &str, or: u64) -> u64 {
-        std::env::var(name).map_or(or, |text| text.parse().expect("a number"))
+    #[expect(clippy::disallowed_methods, reason = "the environment sets the number of operations")]
+    fn number(name: &str, default: u64) -> u64 {
+        std::env::var(name).map_or(default, |text| text.parse().expect("a number"))
     }
 
     #[test]
-    #[ignore = "runs for as long as one likes"]
+    #[ignore = "runs for minutes"]
     fn long() {
         let seed = number("CUSHION_SEED", 1);
         let operations = number("CUSHION_OPERATIONS", 100_000);

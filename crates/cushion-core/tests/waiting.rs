@@ -1,4 +1,4 @@
-//! Waiting for memory: by threads and by futures, in order, without deadlock, and never with a lock held.
+//! Waiting for memory: by threads and by futures, in order, without deadlock, and without a lock.
 
 mod common;
 
@@ -8,7 +8,7 @@ mod tests {
     use std::pin::{Pin, pin};
     use std::sync::atomic::{AtomicU64, Ordering};
     use std::sync::{Arc, Barrier, Condvar, Mutex, mpsc};
-    use std::task::{Context, Poll, Wake, Waker};
+    use std::task::{Context, Poll};
     use std::time::Duration;
 
     use cushion_core::driver::{
@@ -16,19 +16,19 @@ mod tests {
     };
     use cushion_core::size::MIB;
     use cushion_core::{
-        AllocError, Clock, Driver, Engine, EngineConfig, Outcome, Policy, Rung, SimConfig,
-        SimDriver, StreamId, Task, VirtualClock, set_budget, set_priority,
+        AllocError, Clock, Driver, Engine, Outcome, Policy, Rung, SimConfig, SimDriver, StreamId,
+        Tag, Task, VirtualClock, set_budget, set_priority,
     };
 
     use crate::common::*;
 
     // ---- real threads on real time ----
 
-    /// A minute is more than any of these takes, and an hour would hang a failing test.
+    /// Longer than any of these tests takes, but short enough that a failing test ends.
     const PATIENT: &str = "wait_ms:60000";
 
     #[test]
-    fn a_free_by_another_thread_serves() {
+    fn a_free_by_another_thread_serves_a_waiting_request() {
         for conf in POLICIES {
             let gpu = real_gpu(100, &format!("{PATIENT},{conf}"));
             let held = take(&gpu, 80 * MIB, S0);
@@ -44,15 +44,15 @@ mod tests {
     }
 
     #[test]
-    fn what_a_thread_that_has_ended_held_is_not_waited_for() {
+    fn a_request_does_not_wait_for_memory_of_an_ended_thread() {
         let gpu = gpu(100, "");
         std::thread::scope(|scope| {
-            // Joined: a scope does not wait for the very end of its threads.
+            // Join the thread: a scope returns before its threads have ended completely.
             scope.spawn(|| take(&gpu, 80 * MIB, S0)).join().unwrap();
         });
         full_now(gpu.alloc(60 * MIB, S0));
         assert_eq!(gpu.receipts()[0].took, Duration::ZERO, "refused at once");
-        // A thread that is there may still free: the whole budget, on virtual time.
+        // A running thread may still free its memory: the request waits for its whole budget.
         let gate = Barrier::new(2);
         let freed = gpu.snapshot().segments[0].address;
         gpu.free(freed).unwrap();
@@ -69,15 +69,15 @@ mod tests {
         assert_eq!(gpu.receipts()[1].took, Duration::from_secs(3));
     }
 
-    /// A loader and its workers: what one thread asks for, others give back.
+    /// A loader thread allocates, and a worker thread frees.
     #[test]
-    fn what_a_thread_hands_on_may_be_given_back_while_it_waits() {
+    fn a_thread_waits_for_its_own_memory_if_another_thread_frees_it() {
         let gpu = real_gpu(100, PATIENT);
-        let (hand_on, handed_on) = mpsc::channel::<u64>();
+        let (sender, receiver) = mpsc::channel::<u64>();
         std::thread::scope(|scope| {
             scope.spawn(|| {
                 let mut first = true;
-                for address in handed_on {
+                for address in receiver {
                     if !first {
                         until_waiting(&gpu, 1);
                     }
@@ -85,28 +85,28 @@ mod tests {
                     gpu.free(address).unwrap();
                 }
             });
-            // The first is seen to be given back elsewhere.
-            hand_on.send(take(&gpu, 60 * MIB, S0)).unwrap();
+            // The engine sees that another thread frees the first block.
+            sender.send(take(&gpu, 60 * MIB, S0)).unwrap();
             while gpu.stats().allocation.all.current > 0 {
                 std::thread::yield_now();
             }
-            // From then on the worker gives one back when the next is waited for.
+            // From then on the worker frees a block only when the next request waits.
             for _ in 0..5 {
-                hand_on.send(take(&gpu, 60 * MIB, S0)).unwrap();
+                sender.send(take(&gpu, 60 * MIB, S0)).unwrap();
             }
             let last = take(&gpu, 60 * MIB, S0);
-            drop(hand_on);
+            drop(sender);
             gpu.free(last).unwrap();
         });
         assert_eq!(gpu.stats().shortages_survived, 5);
     }
 
     #[test]
-    fn a_thread_that_follows_asks_for_whoever_asked_last() {
+    fn a_follower_thread_allocates_for_the_thread_that_allocated_last() {
         cushion_core::set_followers(|| std::thread::current().name() == Some("gradients"));
         let gpu = gpu(100, "");
         let first = take(&gpu, 40 * MIB, S0);
-        // The thread stays, and is not waited for; nor does it wait for this one.
+        // The follower keeps running. Neither thread waits for the other.
         let gate = Barrier::new(2);
         std::thread::scope(|scope| {
             let gradients = std::thread::Builder::new().name("gradients".to_owned());
@@ -127,7 +127,8 @@ mod tests {
         gpu.free(first).unwrap();
     }
 
-    /// Five wait for one block each; they are served as memory comes, by this order.
+    /// Lets five threads of these priorities wait for one block each, frees one block at a time,
+    /// and returns the order in which the threads are served.
     fn order_of_service(priorities: [i32; 5]) -> Vec<usize> {
         let gpu = real_gpu(100, &format!("{PATIENT},skip_rungs:borrow+cached"));
         let held: Vec<u64> = (0..5).map(|_| take(&gpu, 20 * MIB, S0)).collect();
@@ -153,24 +154,23 @@ mod tests {
     }
 
     #[test]
-    fn first_come_first_served_within_a_priority() {
+    fn requests_are_served_by_priority_then_by_arrival() {
         assert_eq!(order_of_service([0; 5]), [0, 1, 2, 3, 4]);
         assert_eq!(order_of_service([0, 1, 0, 2, 1]), [3, 1, 4, 0, 2]);
     }
 
     #[test]
-    fn who_holds_nothing_queues_up_and_who_holds_memory_may_pass() {
+    fn only_a_thread_that_holds_memory_may_pass_a_waiting_request() {
         let gpu = real_gpu(100, PATIENT);
         let [large, small] = [60, 20].map(|mib| take(&gpu, mib * MIB, S0));
-        let passing = take(&gpu, MIB, S1);
-        gpu.free(passing).unwrap();
+        cache(&gpu, MIB, S1);
         std::thread::scope(|scope| {
             let first = scope.spawn(|| gpu.alloc(80 * MIB, S0));
             until_waiting(&gpu, 1);
-            // The driver would have memory for it, but somebody came first.
+            // The driver has memory for this request, but another request came first.
             let second = scope.spawn(|| gpu.alloc(12 * MIB, S1));
             until_waiting(&gpu, 2);
-            // This thread holds what the first waits for: it must get on.
+            // This thread holds the memory that the first request waits for, so it may pass.
             let passed = gpu.alloc(12 * MIB, S2).unwrap();
             assert_eq!(gpu.waiting(), 2);
             gpu.free(passed).unwrap();
@@ -185,8 +185,8 @@ mod tests {
     }
 
     #[test]
-    fn what_is_free_in_its_own_lane_is_never_waited_for() {
-        for conf in ["paged:True", "expandable_segments:True", "paged:False"] {
+    fn a_free_block_in_the_own_lane_serves_without_waiting() {
+        for conf in ALL_POLICIES {
             let gpu = real_gpu(100, &format!("{PATIENT},{conf}"));
             let held = take(&gpu, 60 * MIB, S0);
             let cached = [take(&gpu, 4096, S1), take(&gpu, 3 * MIB, S1)];
@@ -194,16 +194,17 @@ mod tests {
             std::thread::scope(|scope| {
                 let first = scope.spawn(|| gpu.alloc(90 * MIB, S0));
                 until_waiting(&gpu, 1);
-                // A thread that holds nothing. More often than a request may be passed over.
+                // This thread holds no memory. It allocates more often than a waiting request may
+                // be passed over.
                 let other = scope.spawn(|| {
                     for _ in 0..200 {
-                        for (bytes, there) in [4096, 3 * MIB].into_iter().zip(cached) {
+                        for (bytes, expected) in [4096, 3 * MIB].into_iter().zip(cached) {
                             let address = gpu.alloc(bytes, S1).unwrap();
-                            assert_eq!(address, there, "{conf}");
+                            assert_eq!(address, expected, "{conf}");
                             gpu.free(address).unwrap();
-                            let at_once = gpu.alloc_at_once_for(bytes, S1, cushion_core::Tag::NONE);
-                            assert_eq!(at_once.unwrap(), Some(there), "{conf}");
-                            gpu.free(there).unwrap();
+                            let at_once = gpu.alloc_at_once_for(bytes, S1, Tag::NONE);
+                            assert_eq!(at_once.unwrap(), Some(expected), "{conf}");
+                            gpu.free(expected).unwrap();
                         }
                     }
                 });
@@ -217,7 +218,7 @@ mod tests {
     }
 
     #[test]
-    fn who_never_waits_does_not_queue() {
+    fn a_thread_with_a_budget_of_zero_does_not_queue() {
         let gpu = real_gpu(100, PATIENT);
         let held = take(&gpu, 90 * MIB, S0);
         std::thread::scope(|scope| {
@@ -240,7 +241,7 @@ mod tests {
     // ---- tasks ----
 
     #[test]
-    fn of_tasks_that_wait_for_each_other_the_least_valuable_gives_way() {
+    fn in_a_deadlock_the_task_of_least_priority_gives_way() {
         for (priorities, loser) in [([0, 0], 1), ([0, 1], 0), ([1, 0], 1)] {
             let gpu = real_gpu(100, &format!("{PATIENT},skip_rungs:borrow"));
             let tasks = [Task::new("first", priorities[0]), Task::new("second", priorities[1])];
@@ -258,7 +259,7 @@ mod tests {
                             match &more {
                                 Err(AllocError::GiveWay(shortage)) => {
                                     assert_eq!(shortage.requested, 40 * MIB);
-                                    // It begins again once the other is done.
+                                    // This task starts again after the other has finished.
                                     gpu.free(held).unwrap();
                                     let again = [(); 2].map(|()| take(gpu, 40 * MIB, S0));
                                     again.iter().for_each(|&address| gpu.free(address).unwrap());
@@ -284,7 +285,7 @@ mod tests {
     }
 
     #[test]
-    fn a_task_that_alone_holds_memory_is_told_to_split() {
+    fn the_only_task_that_holds_memory_is_told_to_split() {
         for conf in POLICIES {
             let gpu = gpu(100, &format!("wait_ms:60000,{conf}"));
             let task = Task::new("alone", 0);
@@ -292,13 +293,13 @@ mod tests {
             take(&gpu, 60 * MIB, S0);
             let error = gpu.alloc(60 * MIB, S0).unwrap_err();
             assert!(matches!(error, AllocError::Split(_)), "{error}");
-            assert_eq!(gpu.receipts()[0].took, Duration::ZERO, "at once");
+            assert_eq!(gpu.receipts()[0].took, Duration::ZERO, "refused at once");
             (0..2).for_each(|_| _ = take(&gpu, 20 * MIB, S0));
         }
     }
 
     #[test]
-    fn a_task_stands_still_only_when_all_its_threads_do() {
+    fn a_task_is_blocked_only_if_all_its_threads_wait() {
         let gpu = real_gpu(100, PATIENT);
         let task = Task::new("two threads", 0);
         let held = {
@@ -320,19 +321,18 @@ mod tests {
     // ---- callbacks and locks ----
 
     #[test]
-    fn other_threads_go_on_while_a_callback_runs() {
+    fn other_threads_continue_while_a_callback_runs() {
         let gpu = Arc::new(real_gpu(100, "wait_ms:0"));
         take(&gpu, 90 * MIB, S0);
         let running = Arc::new(AtomicU64::new(0));
         let (engine, count) = (Arc::downgrade(&gpu), Arc::clone(&running));
         gpu.on_shortage(0, move |_| {
-            assert_eq!(count.fetch_add(1, Ordering::SeqCst), 0, "re-entered");
+            assert_eq!(count.fetch_add(1, Ordering::SeqCst), 0, "the callback was re-entered");
             let engine = engine.upgrade().unwrap();
             std::thread::scope(|scope| {
                 scope.spawn(|| {
-                    let address = engine.alloc(MIB, S1).unwrap();
-                    engine.free(address).unwrap();
-                    // Short of memory itself, it does not come here a second time.
+                    cache(&engine, MIB, S1);
+                    // This shortage does not call the callback again.
                     full_now(engine.alloc(50 * MIB, S1));
                 });
             });
@@ -342,10 +342,12 @@ mod tests {
         assert_eq!(running.load(Ordering::SeqCst), 0);
     }
 
-    /// A driver whose plain frees wait until they are let go, as one that waits for the device.
+    /// A driver whose `free` blocks until the test opens the gate, like a real `free` that waits
+    /// for the device.
     #[derive(Debug)]
     struct SlowToFree {
         sim: SimDriver,
+        /// Whether a `free` has begun, and whether the gate is open.
         gate: Mutex<(bool, bool)>,
         changed: Condvar,
     }
@@ -369,7 +371,7 @@ mod tests {
     cushion_core::driver_methods!(forward);
 
     #[test]
-    fn other_threads_go_on_while_the_driver_waits_for_the_device() {
+    fn other_threads_continue_while_the_driver_waits_for_the_device() {
         let driver = SlowToFree {
             sim: SimDriver::new(SimConfig::with_capacity(100 * MIB)),
             gate: Mutex::default(),
@@ -377,8 +379,7 @@ mod tests {
         };
         let gpu = Engine::new(driver);
         gpu.set_policy(Policy::Segments);
-        let cached = gpu.alloc(90 * MIB, S0).unwrap();
-        gpu.free(cached).unwrap();
+        cache(&gpu, 90 * MIB, S0);
         std::thread::scope(|scope| {
             let slow = scope.spawn(|| gpu.empty_cache());
             let gate = &gpu.driver().gate;
@@ -396,49 +397,37 @@ mod tests {
 
     // ---- futures on virtual time ----
 
-    #[derive(Default)]
-    struct Woken(AtomicU64);
-
-    impl Wake for Woken {
-        fn wake(self: Arc<Self>) {
-            self.0.fetch_add(1, Ordering::Relaxed);
-        }
-    }
-
     struct World {
         gpu: Gpu,
         clock: Arc<VirtualClock>,
-        woken: Arc<Woken>,
+        wakes: Arc<WakeCount>,
     }
 
     impl World {
         fn new(mib: u64, conf: &str) -> Self {
-            let sim = Arc::new(SimDriver::new(SimConfig::with_capacity(mib * MIB)));
-            let options = options(conf);
-            let clock = Arc::new(VirtualClock::new());
-            let config = EngineConfig { options, clock: clock.clone(), ..EngineConfig::default() };
-            Self { gpu: Engine::with_config(sim, config), clock, woken: Arc::default() }
+            let (gpu, clock) = virtual_gpu(mib, conf);
+            Self { gpu, clock, wakes: Arc::default() }
         }
 
         fn poll<F: Future>(&self, future: Pin<&mut F>) -> Poll<F::Output> {
-            let waker = Waker::from(Arc::clone(&self.woken));
-            future.poll(&mut Context::from_waker(&waker))
+            future.poll(&mut Context::from_waker(&self.wakes.waker()))
         }
 
+        /// Returns how often the futures were woken since the last call.
         fn wakes(&self) -> u64 {
-            self.woken.0.swap(0, Ordering::Relaxed)
+            self.wakes.take()
         }
     }
 
     fn ready(poll: Poll<Result<u64, AllocError>>) -> u64 {
         match poll {
             Poll::Ready(result) => result.unwrap(),
-            Poll::Pending => panic!("it waits"),
+            Poll::Pending => panic!("the future is pending"),
         }
     }
 
     #[test]
-    fn futures_complete_in_the_order_of_asking() {
+    fn futures_complete_in_the_order_of_their_first_poll() {
         let world = World::new(100, "");
         let gpu = &world.gpu;
         let held: Vec<u64> = (0..5).map(|_| take(gpu, 20 * MIB, S0)).collect();
@@ -448,8 +437,11 @@ mod tests {
         assert!(world.poll(small.as_mut()).is_pending());
         world.wakes();
         gpu.free(held[0]).unwrap();
-        assert!(world.wakes() >= 1, "at once, not at the next look");
-        assert!(world.poll(small.as_mut()).is_pending(), "it would fit, but came later");
+        assert!(world.wakes() >= 1, "the free wakes the future at once");
+        assert!(
+            world.poll(small.as_mut()).is_pending(),
+            "the small request would fit, but came later"
+        );
         assert!(world.poll(large.as_mut()).is_pending());
         gpu.free(held[1]).unwrap();
         assert!(world.poll(small.as_mut()).is_pending());
@@ -465,7 +457,7 @@ mod tests {
     }
 
     #[test]
-    fn a_future_that_is_dropped_gives_its_place_back() {
+    fn a_dropped_future_leaves_the_queue() {
         let world = World::new(100, "");
         let gpu = &world.gpu;
         let held = take(gpu, 80 * MIB, S0);
@@ -477,12 +469,12 @@ mod tests {
             assert_eq!(gpu.waiting(), 2);
             world.wakes();
         }
-        assert_eq!((gpu.waiting(), world.wakes() > 0), (1, true), "the next one is woken");
+        assert_eq!((gpu.waiting(), world.wakes() > 0), (1, true), "the next future is woken");
         assert_eq!(gpu.receipts()[0].outcome, Outcome::GivenUp);
         gpu.free(held).unwrap();
         let address = ready(world.poll(second.as_mut()));
         gpu.free(address).unwrap();
-        // One that was never polled, or is done, has nothing to give back.
+        // A future that was never polled, or is done, has no place in the queue.
         drop(gpu.alloc_async(MIB, S0));
         assert_eq!(ready(world.poll(pin!(gpu.alloc_async(0, S0)))), 0);
         gpu.check_invariants().unwrap();
@@ -490,7 +482,7 @@ mod tests {
     }
 
     #[test]
-    fn a_future_keeps_its_budget_by_alarms() {
+    fn alarms_wake_a_future_until_its_budget_is_spent() {
         let world = World::new(100, "");
         let gpu = &world.gpu;
         take(gpu, 80 * MIB, S0);
@@ -509,13 +501,13 @@ mod tests {
         };
         full_now(refused);
         assert_eq!(world.clock.now(), Duration::from_secs(3));
-        assert!(polls < 100, "{polls} polls: the pauses grow");
+        assert!(polls < 100, "{polls} polls: the pauses must grow");
         assert_eq!(gpu.waiting(), 0);
     }
 
     #[test]
-    fn a_request_climbs_only_so_often() {
-        // Memory comes in pieces that are together enough, and none of them is.
+    fn max_tries_limits_how_often_a_request_climbs() {
+        // The freed blocks are large enough together, but none of them serves the request.
         let world = World::new(180, "max_tries:2");
         let gpu = &world.gpu;
         let blocks: Vec<u64> = (0..18).map(|_| take(gpu, 9 * MIB, S0)).collect();
@@ -531,14 +523,15 @@ mod tests {
             frees += 1;
             gpu.free(block).unwrap();
         }
-        // Five make 60 MiB, with what is left over; before that it is not worth a try.
+        // Five blocks and the rest of the device make 60 MiB. Before that, the request does not
+        // try.
         assert_eq!(frees, 7);
         assert_eq!(gpu.waiting(), 0);
     }
 
-    /// Somebody of low priority, while those of high priority come without end.
+    /// A request of low priority waits, while requests of high priority keep coming.
     #[test]
-    fn nobody_is_passed_over_for_ever() {
+    fn a_request_is_passed_over_at_most_64_times() {
         let world = World::new(100, "skip_rungs:borrow+cached");
         let gpu = &world.gpu;
         let mut held: Vec<u64> = (0..5).map(|_| take(gpu, 20 * MIB, S0)).collect();
@@ -556,7 +549,7 @@ mod tests {
             }
             held.push(ready(world.poll(high.as_mut())));
             passed += 1;
-            assert!(passed < 100, "starved");
+            assert!(passed < 100, "the request of low priority starves");
         };
         set_priority(0);
         gpu.free(served).unwrap();
@@ -564,8 +557,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stream_of_its_own_is_no_reason_to_wait_for_ever() {
-        // A thread's own future does not keep the thread itself from memory.
+    fn a_thread_does_not_queue_behind_its_own_future() {
         let world = World::new(100, "");
         let gpu = &world.gpu;
         let held = take(gpu, 40 * MIB, S0);

@@ -1,13 +1,13 @@
-//! What surrounds a call: the device's primary context, and the capture mode in which memory calls
-//! are legal. Both belong to the thread, and are put back as they were.
+//! The surroundings of a call: the device's primary context, and the capture mode in which memory
+//! calls are legal. Both belong to the thread, and are restored afterwards.
 
 use std::marker::PhantomData;
 
 use crate::call::{CallResult, ContextId, Mode};
 use crate::sys::{Api, CUdevice};
 
-/// A device's primary context, held for as long as this lives: the one that CUDA's runtime, and so
-/// PyTorch, uses.
+/// A device's primary context, retained as long as this value lives. CUDA's runtime, and so
+/// PyTorch, uses the same context.
 #[derive(Debug)]
 pub(crate) struct Primary {
     api: &'static Api,
@@ -24,19 +24,20 @@ impl Primary {
 
 impl Drop for Primary {
     fn drop(&mut self) {
-        // At the end of a process CUDA may be gone already; there is nothing left to release then.
+        // When a process ends, CUDA may have shut down already, and then nothing is left to
+        // release.
         let _ = self.api.primary_release(self.device);
     }
 }
 
-/// This thread is inside a context, in relaxed capture mode: calls that are not part of a capture are
-/// legal while this or another thread captures a graph, and do not break it.
+/// Puts this thread into a context, in relaxed capture mode. In that mode, calls outside a capture
+/// are legal while this or another thread captures a graph, and do not invalidate the capture.
 #[derive(Debug)]
 pub(crate) struct Entered<'a> {
     api: &'a Api,
     pushed: bool,
     mode_before: Option<Mode>,
-    /// Both belong to the thread, so this stays on it.
+    /// The context and the mode belong to the thread, so this value is not `Send`.
     _stays: PhantomData<*const ()>,
 }
 
@@ -46,7 +47,7 @@ impl<'a> Entered<'a> {
         if pushed {
             api.push(context)?;
         }
-        // From here on, leaving early puts back what was done.
+        // From here on, an early return restores the context through `drop`.
         let mut entered = Self { api, pushed, mode_before: None, _stays: PhantomData };
         entered.mode_before = Some(api.exchange_capture_mode(Mode::RELAXED)?);
         Ok(entered)
@@ -55,7 +56,7 @@ impl<'a> Entered<'a> {
 
 impl Drop for Entered<'_> {
     fn drop(&mut self) {
-        // If putting back fails, CUDA is broken or gone, and the next call will say so.
+        // If restoring fails, CUDA is broken or has shut down, and the next call will report it.
         if let Some(mode) = self.mode_before {
             let _ = self.api.exchange_capture_mode(mode);
         }

@@ -1,4 +1,4 @@
-//! [`CudaDriver`]: what each call of the engine's [`Driver`] does on a real device.
+//! [`CudaDriver`]: the engine's [`Driver`] on a real device.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -15,32 +15,32 @@ use crate::error::CudaError;
 use crate::page::{PageKind, PageKinds, on_device, on_host};
 use crate::sys::{Api, CUdevice, CUmemAccess_flags, CUmemAccessDesc, CUmemLocation};
 
-/// A CUDA device, in its primary context. Every method may be called from any thread, whatever
-/// context is current there, and leaves that context current.
+/// A CUDA device, in its primary context. Every method may be called from any thread and with any
+/// current context, and leaves that context current.
 #[derive(Debug)]
 pub struct CudaDriver {
     api: &'static Api,
     device: CUdevice,
     primary: Primary,
     properties: Properties,
-    /// The other devices that can reach this one's memory.
+    /// The other devices that can access this device's memory.
     peers: Vec<CUdevice>,
-    /// What `set_access` grants: this device and its peers.
+    /// The access that `set_access` grants: this device and its peers.
     access: Vec<CUmemAccessDesc>,
     kinds: PageKinds,
-    /// Where pages in host memory go, if the device and its peers can use them.
+    /// The location of pages in host memory, if the device and its peers can use them.
     host: Option<CUmemLocation>,
     /// The pages created here and not released.
     pages: Mutex<BTreeSet<PageHandle>>,
-    /// The events created here and not destroyed, and the event that carries its mark if that is on
-    /// a stream of another device.
+    /// The events created here and not destroyed. The value is the event that was recorded instead,
+    /// if the stream belongs to another device.
     events: Mutex<BTreeMap<EventId, Option<EventId>>>,
 }
 
 impl CudaDriver {
-    /// The device with this index, as CUDA numbers those that the process can see. Its primary
-    /// context is held for as long as the driver lives; no other context is made, on this or
-    /// another device.
+    /// Opens the device with this index, as CUDA numbers the devices that the process can see. Its
+    /// primary context is retained as long as the driver lives. No other context is created, on
+    /// this or another device.
     pub fn new(device: u32) -> Result<Self, CudaError> {
         let count = crate::device_count()?;
         if count == 0 {
@@ -80,7 +80,7 @@ impl CudaDriver {
         })
     }
 
-    /// What the device calls itself.
+    /// Returns the device's name.
     pub fn device_name(&self) -> Result<String, CudaError> {
         let name = self.api.device_name(self.device);
         name.map_err(|code| CudaError::of(self.api, "cuDeviceGetName", code))
@@ -117,19 +117,20 @@ impl CudaDriver {
         self.pages.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The event that carries the mark of `event`.
+    /// Returns the event that was recorded for `event`.
     fn marked(&self, event: EventId) -> CallResult<EventId> {
         self.events().get(&event).map(|elsewhere| elsewhere.unwrap_or(event)).ok_or(UNKNOWN)
     }
 
-    /// Notes which event carries the mark of `event` from now on, if not itself.
+    /// Stores the event that is recorded for `event` from now on, if it is another one.
     fn set_marked(&self, event: EventId, elsewhere: Option<EventId>) {
         let before = match self.events().get_mut(&event) {
             Some(marked) => std::mem::replace(marked, elsewhere),
             None => elsewhere,
         };
         if let Some(before) = before {
-            // Its mark is forgotten. An event that CUDA does not take back costs a few bytes.
+            // The replaced event is not needed any more. If CUDA refuses to destroy it, a few bytes
+            // are lost.
             let _ = self.api.event_destroy(before);
         }
     }
@@ -141,7 +142,7 @@ impl CudaDriver {
                 Ok(())
             }
             Err(code) if may_be_gone(code) => match api.stream_context(stream) {
-                // The stream of another device: only an event of that device can mark it.
+                // A stream of another device: only an event of that device can be recorded on it.
                 Ok(context) if context != self.primary.context => {
                     let _there = Entered::enter(api, context)?;
                     let elsewhere = api.event_create()?;
@@ -158,10 +159,11 @@ impl CudaDriver {
         }
     }
 
-    /// Marks the work of a stream that is gone. A program may destroy a stream while its work runs,
-    /// and nothing can mark that work any more; an error would keep what it used pending for ever. So
-    /// wait for all work of every device that can reach this one's memory, whichever of them the
-    /// stream was on, and mark the default stream, which then is past it.
+    /// Records an event for a stream that has been destroyed. A program may destroy a stream while
+    /// its work runs, and then no event can be recorded after that work; an error would leave its
+    /// memory pending for ever. So this waits for all work of every device that can access this
+    /// device's memory, whichever of them the stream belonged to, and records the event on the
+    /// default stream.
     fn record_after_everything(&self, api: &'static Api, event: EventId) -> CallResult<()> {
         api.synchronize()?;
         for &peer in &self.peers {
@@ -177,13 +179,14 @@ impl CudaDriver {
     }
 }
 
-/// More than a context and the code of the libraries around PyTorch take of a device.
+/// More than a context, and the libraries around PyTorch, take of a device.
 const PROCESS_OVERHEAD: u64 = 1 << 30;
 
-/// What CUDA answers to a handle it never gave.
+/// The code that CUDA returns for a handle it never gave.
 const UNKNOWN: Code = Code::INVALID_HANDLE;
 
-/// Whether this may be what CUDA answers when it is given a stream that was destroyed, or is another device's.
+/// Returns whether CUDA may return this code for a stream that was destroyed, or that belongs to
+/// another device.
 fn may_be_gone(code: Code) -> bool {
     matches!(
         code,
@@ -201,18 +204,19 @@ fn fault(code: Code) -> Fault {
     }
 }
 
-/// The devices that can reach the memory of `device`. Asking makes no context. A device that cannot be
-/// asked is no peer: a broken one must not keep the others from being used.
+/// Returns the devices that can access the memory of `device`. The query creates no context. A
+/// device that cannot be queried is not a peer: a broken device must not prevent the use of the
+/// others.
 fn peers_of(api: &Api, device: CUdevice, count: u32) -> Vec<CUdevice> {
     let others = (0..count).filter_map(|index| api.device(index).ok());
     let reaches = |&other: &CUdevice| other != device && api.can_reach(other, device) == Ok(true);
     others.filter(reaches).collect()
 }
 
-/// The smallest page, where the device has any.
+/// The smallest page, on a device that supports pages.
 const PAGE: u64 = 2 * MIB;
 
-/// The smallest page; `None` where there are none to ask about.
+/// Returns the page granularity, or `None` if the device does not support pages.
 fn granularity(api: &Api, device: CUdevice, kinds: &PageKinds) -> CallResult<Option<u64>> {
     if api.attribute(device, Attribute::PAGES)? == 0 {
         return Ok(None);
@@ -336,10 +340,10 @@ impl Driver for CudaDriver {
     }
 
     fn stream_synchronize(&self, stream: StreamId) -> DriverResult<()> {
-        // The engine asks before it gives back memory that a stream used, and by then the program may
-        // have destroyed the stream: CUDA does not check such a handle, it crashes. Waiting for all work
-        // of the device needs no handle. It would break a capture under way, and the engine does not ask
-        // then.
+        // The engine calls this before it releases memory that a stream used, and by then the
+        // program may have destroyed the stream: CUDA does not check such a handle, it crashes.
+        // Waiting for all work of the device needs no handle. It would invalidate a capture, and
+        // the engine does not call it during one.
         let _ = stream;
         self.inside(Call::StreamSynchronize, Api::synchronize)
     }
@@ -351,7 +355,7 @@ impl Driver for CudaDriver {
                     let _there = Entered::enter(api, context)?;
                     api.capture(stream)
                 }
-                // A stream that is gone is not being captured.
+                // A destroyed stream is not being captured.
                 _ => Ok(None),
             },
             other => other,

@@ -1,18 +1,18 @@
-//! Cushion's door to CUDA: [`CudaDriver`] is a device behind [`cushion_core::Driver`], on the CUDA
-//! driver API.
+//! Cushion's access to CUDA: [`CudaDriver`] implements [`cushion_core::Driver`] on the CUDA driver
+//! API.
 //!
 //! The driver library is loaded at run time, so that a program built with this crate starts on any
-//! machine; where CUDA is missing, or has no such device, [`CudaDriver::new`] says so in a
-//! [`CudaError`].
+//! machine. If CUDA or the device is missing, [`CudaDriver::new`] returns a [`CudaError`].
 //!
-//! Reading order: `driver.rs` (what each call of the trait does), `context.rs` (what surrounds a
-//! call), `call.rs` (one function for each function of CUDA, and all `unsafe` but the loading), `sys.rs`
-//! (the library). Beside them, `processes.rs` tells which other processes hold memory of a device, through
-//! a second library of the driver's (`nvml.rs`).
+//! Reading order: `driver.rs` (the calls of the trait), `context.rs` (the context and capture mode
+//! around a call), `call.rs` (one function for each CUDA function, with all `unsafe` code except
+//! the loading), `sys.rs` (the library). `processes.rs` lists the other processes that hold memory
+//! of a device, through NVML, a second library of the driver (`nvml.rs`).
 //!
-//! An engine over it needs a clock of real time: on the default one, which is virtual, a request that should wait for
-//! memory would be refused at once. The one below is for threads that block; the crate `cushion` puts all of this together,
-//! with a clock that futures can wait on, too.
+//! An engine over this driver needs a real-time clock: on the default clock, which is virtual, a
+//! request that should wait for memory would be refused at once. The clock below is for threads
+//! that block. The crate `cushion` combines all of this, with a clock that futures can wait on,
+//! too.
 //!
 //! ```no_run
 //! use std::sync::Arc;
@@ -46,7 +46,8 @@ pub use processes::{GpuProcess, GpuProcesses};
 use call::Code;
 use sys::Api;
 
-/// How many devices this process can see; zero where CUDA is installed and there is none.
+/// Returns the number of devices that this process can see; zero if CUDA is installed without a
+/// device.
 pub fn device_count() -> Result<u32, CudaError> {
     let api = Api::load()?;
     match api.init() {
@@ -57,7 +58,7 @@ pub fn device_count() -> Result<u32, CudaError> {
     api.device_count().map_err(|code| CudaError::of(api, "cuDeviceGetCount", code))
 }
 
-/// The newest version of CUDA that the installed driver serves: major and minor.
+/// Returns the newest CUDA version that the installed driver supports: major and minor.
 pub fn driver_version() -> Result<(u32, u32), CudaError> {
     let api = Api::load()?;
     let version = api.driver_version();
@@ -65,8 +66,9 @@ pub fn driver_version() -> Result<(u32, u32), CudaError> {
     Ok((version / 1000, version % 1000 / 10))
 }
 
-/// CUDA's own name of an error code, as in [`Fault::Failed`](cushion_core::driver::Fault::Failed);
-/// `None` if the driver is not there or does not know it.
+/// Returns CUDA's own name for an error code, as in
+/// [`Fault::Failed`](cushion_core::driver::Fault::Failed); `None` if the driver is not installed or
+/// does not know the code.
 #[must_use]
 pub fn name(code: i32) -> Option<String> {
     Api::load().ok()?.error_name(Code(code))

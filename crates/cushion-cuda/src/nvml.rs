@@ -1,9 +1,9 @@
-//! NVML, the driver's library of questions about devices: which processes hold memory of one.
+//! NVML, the driver's management library: lists the processes that hold memory of a device.
 //!
-//! It comes with the driver and is loaded at run time, by whoever asks first. It is only ever asked
-//! for the sake of a message, so a library, a function or an answer that is missing is `None`, and
-//! why does not matter. As in `call.rs`, the calls are `unsafe` because they leave Rust, and each
-//! `SAFETY` comment answers for the arguments.
+//! The library comes with the driver, and is loaded by the first call. Its answers only go into
+//! messages, so a missing library, function or answer is `None`, without a reason. As in `call.rs`,
+//! the calls are `unsafe` because they leave Rust, and each `SAFETY` comment justifies the
+//! arguments.
 
 use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
 use std::fmt;
@@ -15,46 +15,46 @@ use libloading::Library;
 /// The name that every NVIDIA driver installs.
 const NAME: &str = if cfg!(windows) { "nvml.dll" } else { "libnvidia-ml.so.1" };
 
-/// What NVML answers where there are more processes than it was given room for.
+/// NVML's code if the array has too little room for all processes.
 const INSUFFICIENT_SIZE: c_int = 7;
 
-/// For how many processes there is room, try after try. With odd numbers, room that NVML clears as
-/// a whole cannot be taken for entries of another size.
+/// Room in processes, for one attempt after another. The numbers are odd so that an array that NVML
+/// clears as a whole cannot be mistaken for entries of another size.
 const ROOMS: [usize; 3] = [127, 1023, 4095];
 
-/// An entry is a pid, four bytes of nothing, and the bytes held; then the two numbers of a MIG
-/// instance, in most versions of the library, and memory of confidential computing in some: two,
-/// three or four words of eight bytes. The function has the same name in all of them (drivers
-/// 535.43 to 535.86 are those with four). So there is always room for the largest, and what was
-/// written tells which it is.
+/// An entry holds a pid, four bytes of padding, and the bytes held. Most versions of the library
+/// add the two numbers of a MIG instance, and some the memory of confidential computing: an entry
+/// has two, three or four words of eight bytes. The function has the same name in all versions
+/// (drivers 535.43 to 535.86 use four words). So the array always has room for the largest entry,
+/// and the words that NVML has written tell the size.
 const SMALLEST: usize = 2;
 const USUAL: usize = 3;
 const LARGEST: usize = 4;
 
-/// What is in room that nobody has written to. The last word of an entry is never this: it is a
-/// size that no device has, and no pair of MIG instances.
+/// The content of unwritten words. The last word of an entry never has this value: it is neither a
+/// size that a device can have nor a pair of MIG instances.
 const UNWRITTEN: u64 = 0x5a5a_5a5a_5a5a_5a5a;
 
-/// How NVML says that it does not know a size.
+/// NVML's value for an unknown size.
 const NOT_AVAILABLE: u64 = u64::MAX;
 
-/// A device, as NVML knows it.
+/// NVML's handle of a device.
 type Handle = *mut c_void;
 
 type Init = unsafe extern "C" fn() -> c_int;
 type HandleByUuid = unsafe extern "C" fn(*const c_char, *mut Handle) -> c_int;
 type Processes = unsafe extern "C" fn(Handle, *mut c_uint, *mut c_void) -> c_int;
 
-/// The functions of NVML that are used here, all of them found.
+/// The functions of NVML used here.
 pub(crate) struct Nvml {
     init: Init,
     handle_by_uuid: HandleByUuid,
     processes: Processes,
-    /// Keeps the functions where they are.
+    /// Keeps the library loaded.
     _library: Library,
 }
 
-/// One process and how much it holds, if NVML knows.
+/// One process and the bytes it holds, if NVML knows them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Entry {
     pub(crate) pid: u32,
@@ -62,39 +62,39 @@ pub(crate) struct Entry {
 }
 
 impl Nvml {
-    /// The library, loaded by the first call that finds it, and never unloaded.
+    /// Returns the library. The first successful call loads it; it is never unloaded.
     pub(crate) fn load() -> Option<&'static Self> {
         static NVML: OnceLock<Nvml> = OnceLock::new();
         let nvml = match NVML.get() {
             Some(nvml) => nvml,
-            // A failure is not remembered, as in `sys.rs`.
+            // A failure is not cached, as in `sys.rs`.
             None => {
                 let found = Self::find()?;
                 NVML.get_or_init(|| found)
             }
         };
-        // SAFETY: no pointers; may be called any number of times, from any thread. All but the
-        // first that succeeds are only counted.
+        // SAFETY: no pointers; it may be called any number of times, from any thread. Calls after
+        // the first success only count up.
         let answer = unsafe { (nvml.init)() };
         (answer == 0).then_some(nvml)
     }
 
     fn find() -> Option<Self> {
-        // SAFETY: loading a library runs its initialisers, so it must be one meant to be loaded
-        // into any process. This is the name under which every monitor of NVIDIA's devices loads
-        // it; whoever can put another file there can run any code in this process already. There is
-        // no safe way to load a library.
+        // SAFETY: loading a library runs its initialisers, so it must be safe to load into any
+        // process. Every monitor of NVIDIA's devices loads NVML by this name; whoever can put
+        // another file there can already run any code in this process. Rust has no safe way to load
+        // a library.
         let library = unsafe { Library::new(NAME) }.ok()?;
         // SAFETY: the type is that of NVML's documentation for this name; the result, a C enum, is
-        // passed as an `int` is.
+        // passed like an `int`.
         let init = unsafe { function::<Init>(&library, "nvmlInit_v2") }?;
-        // SAFETY: likewise.
+        // SAFETY: as above.
         let handle_by_uuid =
             unsafe { function::<HandleByUuid>(&library, "nvmlDeviceGetHandleByUUID") }?;
-        // SAFETY: likewise, where the pointer to the entries is one to anything.
+        // SAFETY: as above, with an untyped pointer for the entries.
         let newer =
             unsafe { function::<Processes>(&library, "nvmlDeviceGetComputeRunningProcesses_v3") };
-        // SAFETY: likewise. Drivers before 510 have this one only.
+        // SAFETY: as above. Drivers before 510 have only this function.
         let older = || unsafe {
             function::<Processes>(&library, "nvmlDeviceGetComputeRunningProcesses_v2")
         };
@@ -102,7 +102,7 @@ impl Nvml {
         Some(Self { init, handle_by_uuid, processes, _library: library })
     }
 
-    /// The processes that have a context on the device that CUDA knows by these bytes, in no order.
+    /// Returns the processes that have a context on the device with this CUDA UUID, in any order.
     pub(crate) fn processes(&self, uuid: [u8; 16]) -> Option<Vec<Entry>> {
         let device = uuid_texts(uuid).iter().find_map(|text| self.device(text))?;
         for room in ROOMS {
@@ -116,18 +116,17 @@ impl Nvml {
 
     fn device(&self, uuid: &CStr) -> Option<Handle> {
         let mut device = null_mut();
-        // SAFETY: `uuid` can be read and `device` written for the time of the call.
+        // SAFETY: `uuid` is readable and `device` writable during the call.
         let answer = unsafe { (self.handle_by_uuid)(uuid.as_ptr(), &raw mut device) };
         (answer == 0).then_some(device)
     }
 
-    /// The same, if there are no more than `room`.
+    /// Does the same, with room for `room` processes.
     fn processes_in(&self, room: usize, device: Handle) -> Result<Vec<Entry>, c_int> {
         let mut words = vec![UNWRITTEN; room * LARGEST];
         let mut count = c_uint::try_from(room).unwrap_or(c_uint::MAX);
-        // SAFETY: `device` is one that NVML gave, and those are never taken back. `count` can be
-        // written for the time of the call, and so can as many entries of any known size as it
-        // tells.
+        // SAFETY: NVML returned `device`, and its handles stay valid. `count` is writable during
+        // the call, and so are `count` entries of any known size.
         let answer = unsafe { (self.processes)(device, &raw mut count, words.as_mut_ptr().cast()) };
         if answer != 0 {
             return Err(answer);
@@ -136,18 +135,19 @@ impl Nvml {
     }
 }
 
-/// A function of the library, if it has one of this name.
+/// Looks up a function of the library by name.
 ///
 /// # Safety
 ///
 /// `F` is the type of the function.
 unsafe fn function<F: Copy>(library: &Library, name: &str) -> Option<F> {
-    // SAFETY: as the caller promises. No safe function can look up a symbol.
+    // SAFETY: the caller guarantees the type. No safe function can look up a symbol.
     let found = unsafe { library.get::<F>(name) };
     found.ok().map(|function| *function)
 }
 
-/// What NVML may call a device of CUDA's: a whole one, or a part of one under MIG.
+/// Returns the names that NVML may have for a CUDA device: that of a whole device, and that of a
+/// MIG instance.
 fn uuid_texts(uuid: [u8; 16]) -> [CString; 2] {
     let mut text = String::new();
     for (index, byte) in uuid.into_iter().enumerate() {
@@ -156,13 +156,13 @@ fn uuid_texts(uuid: [u8; 16]) -> [CString; 2] {
         }
         text.push_str(&format!("{byte:02x}"));
     }
-    // There is no zero byte in these.
+    // The texts contain no zero byte.
     ["GPU", "MIG"].map(|kind| CString::new(format!("{kind}-{text}")).unwrap_or_default())
 }
 
-/// The entries that were written to `words`.
+/// Returns the entries that NVML wrote to `words`.
 fn entries(words: &[u64], count: usize) -> Vec<Entry> {
-    // More than there is room for cannot have been written.
+    // NVML cannot have written more than there is room for.
     let count = count.min(words.len() / LARGEST);
     let written = words.iter().rposition(|&word| word != UNWRITTEN).map_or(0, |last| last + 1);
     let size = [SMALLEST, LARGEST].into_iter().find(|size| size * count == written);
@@ -185,7 +185,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_device_is_named_as_nvml_names_it() {
+    fn uuids_are_written_as_nvml_writes_them() {
         let texts = uuid_texts([
             0xea, 0x5a, 0x7f, 0x29, 0xc7, 0x14, 0x06, 0xba, 0x23, 0xef, 0xce, 0xdb, 0xc4, 0x42,
             0x48, 0xda,
@@ -213,7 +213,7 @@ mod tests {
     }
 
     #[test]
-    fn room_that_was_cleared_as_a_whole_is_no_entry() {
+    fn a_cleared_array_has_no_entries() {
         for count in 1..=ROOMS[0] {
             let mut words = vec![UNWRITTEN; ROOMS[0] * LARGEST];
             words[..ROOMS[0] * USUAL].fill(0);
@@ -225,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    fn a_count_that_cannot_be_is_survived() {
+    fn an_impossible_count_does_not_crash() {
         assert_eq!(entries(&[0; 2 * LARGEST], usize::MAX).len(), 2);
         assert_eq!(entries(&[], 3), []);
     }

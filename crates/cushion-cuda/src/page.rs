@@ -1,5 +1,5 @@
-//! How pages are made: on the device with as many ways to share them as it and the system allow, in host
-//! memory with none.
+//! Creates pages: on the device, shareable in as many ways as the device and the system allow; in
+//! host memory, not shareable.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -13,8 +13,8 @@ const FILE: HandleType = HandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
 const FABRIC: HandleType = HandleType::CU_MEM_HANDLE_TYPE_FABRIC;
 const NOTHING: HandleType = HandleType::CU_MEM_HANDLE_TYPE_NONE;
 
-/// How a page can be shared: the handles it can be exported as, and whether other devices (network
-/// cards) may reach it directly.
+/// How a page can be shared: the handle types it can be exported as, and whether other devices
+/// (network cards) may access it directly.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct PageKind {
     handles: HandleType,
@@ -22,7 +22,7 @@ pub(crate) struct PageKind {
 }
 
 impl PageKind {
-    /// Not shared at all.
+    /// A page that is not shared.
     pub(crate) const OWN: Self = Self { handles: NOTHING, rdma: false };
 
     pub(crate) fn properties(self, location: CUmemLocation) -> CUmemAllocationProp {
@@ -45,19 +45,20 @@ pub(crate) fn on_device(device: CUdevice) -> CUmemLocation {
     CUmemLocation { type_: CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE, id: device }
 }
 
-/// Whether a device has a feature. A driver too old to know the attribute does not support it.
+/// Returns whether a device has a feature. A driver too old to know the attribute does not support
+/// it.
 fn supports(api: &Api, device: CUdevice, attribute: Attribute) -> bool {
     api.attribute(device, attribute).is_ok_and(|value| value != 0)
 }
 
-/// Where pages in host memory go: the NUMA node that is next to the device. `None` if the device, or a peer
-/// that is given access to all of its pages, cannot use such pages.
+/// Returns the location of pages in host memory: the NUMA node next to the device. Returns `None`
+/// if the device, or a peer that gets access to all of its pages, cannot use such pages.
 pub(crate) fn on_host(api: &Api, device: CUdevice, peers: &[CUdevice]) -> Option<CUmemLocation> {
     let can_use = |&device| supports(api, device, Attribute::HOST_PAGES);
     if ![device].iter().chain(peers).all(can_use) {
         return None;
     }
-    // Of a host without nodes CUDA says -1; all of its memory is in the first.
+    // On a host without NUMA nodes CUDA returns -1; all memory is in the first node.
     let node = api.attribute(device, Attribute::HOST_NODE).unwrap_or(0);
     Some(CUmemLocation {
         type_: CUmemLocationType::CU_MEM_LOCATION_TYPE_HOST_NUMA,
@@ -65,9 +66,9 @@ pub(crate) fn on_host(api: &Api, device: CUdevice, peers: &[CUdevice]) -> Option
     })
 }
 
-/// The kinds to try, the most able first, and which of them works. A device may claim what the system
-/// around it refuses (a fabric without its service, a container without the right), and only the
-/// first page shows it.
+/// The kinds to try, the most capable first, and the one that works. A device may claim a kind that
+/// the system refuses (a fabric without its service, a container without the permission), which
+/// only the first page shows.
 #[derive(Debug)]
 pub(crate) struct PageKinds {
     kinds: Vec<PageKind>,
@@ -91,7 +92,7 @@ impl PageKinds {
         Self { kinds, works: AtomicUsize::new(0) }
     }
 
-    /// Makes one with the best kind that is not refused, and remembers it.
+    /// Creates a page of the best kind that is not refused, and remembers the kind.
     pub(crate) fn first_not_refused<T>(
         &self,
         mut make: impl FnMut(PageKind) -> CallResult<T>,
@@ -110,7 +111,7 @@ impl PageKinds {
                 Err(code) => return Err(code),
             }
         }
-        // All of them are refused, so it is not the kind that is wrong.
+        // All kinds are refused, so the kind is not the cause.
         Err(first_refusal.unwrap_or(Code::INVALID_VALUE))
     }
 }

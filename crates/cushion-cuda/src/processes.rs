@@ -1,5 +1,4 @@
-//! Which processes hold memory of a device, in words that help the person who has to stop one of
-//! them.
+//! Lists the processes that hold memory of a device, with names that help to find them.
 
 use std::cmp::Reverse;
 use std::fs::File;
@@ -12,31 +11,32 @@ use crate::nvml::{Entry, Nvml};
 /// A process that holds memory of a device.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct GpuProcess {
-    /// Its number, as the driver tells it: see [`GpuProcesses::is_self_known`].
+    /// The process ID as the driver reports it: see [`GpuProcesses::is_self_known`].
     pub pid: u32,
-    /// What it is called, as in `python train.py`: at most 40 characters, all of them printable,
-    /// since others may call their processes what they like. `None` where that cannot be found out.
+    /// The name, as in `python train.py`: at most 40 characters, all printable, because any user
+    /// can name a process. `None` if it cannot be found out.
     pub name: Option<String>,
-    /// How much it holds, with what CUDA needs for itself. `None` where the driver does not say.
+    /// The bytes held, including CUDA's own. `None` if the driver does not report them.
     pub bytes: Option<u64>,
 }
 
 /// The processes that hold memory of a device.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct GpuProcesses {
-    /// Those that the driver tells of, largest first, and those of unknown size last. Empty where
-    /// it cannot tell. In a container, newer drivers leave out what is outside of it.
+    /// The processes that the driver reports, largest first, unknown sizes last. Empty if the
+    /// driver cannot tell. In a container, newer drivers omit processes outside of it.
     pub all: Vec<GpuProcess>,
-    /// Whether the driver numbers processes as this process does. If so, this process was left out
-    /// of `all`. If not, as in a container with an older driver, which gives the numbers of the
-    /// host, this process is one of `all` and nothing tells which; no names are looked up then, as
-    /// they would be those of others.
+    /// Whether the driver uses the same process IDs as this process. If so, this process is not in
+    /// `all`. If not, as in a container with an older driver, which reports the IDs of the host,
+    /// this process is in `all` under an unknown ID; no names are looked up then, because the IDs
+    /// belong to other processes here.
     pub is_self_known: bool,
 }
 
 impl CudaDriver {
-    /// Which other processes hold memory of this device. It asks the driver and the system, which
-    /// takes some milliseconds (the first time longer): not for the hot path, nor for under a lock.
+    /// Returns the other processes that hold memory of this device. It queries the driver and the
+    /// system, which takes some milliseconds (longer the first time): do not call it on the hot
+    /// path or under a lock.
     #[must_use]
     pub fn processes(&self) -> GpuProcesses {
         let entries = self
@@ -49,8 +49,8 @@ impl CudaDriver {
     }
 }
 
-/// Since a [`CudaDriver`] holds a context, this process is always among `entries`: by its own
-/// number, or by another.
+/// Removes this process and sorts the rest. A [`CudaDriver`] holds a context, so this process is
+/// always among `entries`, under its own ID or another.
 fn sorted_out(mut entries: Vec<Entry>, own: u32) -> GpuProcesses {
     let is_self_known = entries.iter().any(|entry| entry.pid == own);
     entries.retain(|entry| entry.pid != own);
@@ -67,7 +67,7 @@ fn sorted_out(mut entries: Vec<Entry>, own: u32) -> GpuProcesses {
 /// The longest name, in characters.
 const LONGEST: usize = 40;
 
-/// How much of a command line is read. The process decides how long it is.
+/// How much of a command line is read. The process can make it any length.
 const READ: u64 = 4096;
 
 fn name_of(pid: u32) -> Option<String> {
@@ -78,18 +78,18 @@ fn name_of(pid: u32) -> Option<String> {
         Some(start)
     };
     let command = read("cmdline").and_then(|line| command(&line));
-    // A process that is ending has no command line any more.
+    // A process that is ending has no command line.
     command.or_else(|| printable(&String::from_utf8_lossy(&read("comm")?)))
 }
 
-/// The program, and for Python what it runs. Other arguments stay out: they may be secrets, and
-/// messages are logged.
+/// Returns the program and, for Python, the script. Other arguments are left out: they may be
+/// secrets, and messages are logged.
 fn command(line: &[u8]) -> Option<String> {
     let mut words = line.split(|&byte| byte == 0).map(String::from_utf8_lossy);
     let first = words.next()?;
     let program = last_part(&first);
     let script = program.starts_with("python").then(|| {
-        // Of `-m module` the option goes and the module stays. Code on the command line is no name.
+        // `-m module` becomes `module`. Code after `-c` is not a name.
         let script = words.find(|word| word.starts_with("-c") || !word.starts_with('-'))?;
         Some(if script.starts_with("-c") { "-c".to_owned() } else { last_part(&script).to_owned() })
     });
@@ -99,14 +99,14 @@ fn command(line: &[u8]) -> Option<String> {
     }
 }
 
-/// The file of a path. A program may have put a title in the place of its command line, which is
-/// left as it is.
+/// Returns the file name of a path. A program may have replaced its command line by a title, which
+/// is kept as it is.
 fn last_part(word: &str) -> &str {
     if word.starts_with(['/', '.']) { word.rsplit('/').next().unwrap_or(word) } else { word }
 }
 
-/// Fit for a line of a message: no line breaks, nothing that moves a terminal's cursor or turns
-/// text around.
+/// Makes a text printable: no line breaks, and no characters that move a terminal's cursor or
+/// reverse the text.
 fn printable(text: &str) -> Option<String> {
     let is_plain = |c: char| c == ' ' || c.is_ascii_graphic() || c.is_alphanumeric();
     let text = text.trim().chars().take(LONGEST);
@@ -145,7 +145,7 @@ mod tests {
     }
 
     #[test]
-    fn a_name_cannot_do_harm() {
+    fn names_are_printable() {
         let name = command("a\nb\x1b[2J\u{202e}c\u{200b}d\u{7}\u{9b}\u{2028}e é\0".as_bytes());
         assert_eq!(name.as_deref(), Some("a?b?[2J?c?d???e é"));
         assert_eq!(command(b"\xff\xfe\0").as_deref(), Some("??"));
@@ -154,7 +154,7 @@ mod tests {
     }
 
     #[test]
-    fn processes_without_a_size_come_last_and_equal_ones_by_number() {
+    fn processes_are_sorted_by_size_then_id() {
         let entry = |(pid, bytes)| Entry { pid, bytes };
         let entries =
             [(9, None), (4, Some(5)), (3, Some(5)), (8, Some(u64::MAX - 1)), (7, Some(0))];

@@ -1,9 +1,9 @@
 //! The CUDA driver library: its types, as cudarc declares them, and the functions used here.
 //!
-//! cudarc's own functions are not called. They panic where the library or a function is missing, and
-//! their result is a Rust enum, which an error code of a newer driver would make undefined behaviour.
-//! The table below holds the same functions with a plain number for a result; the compiler compares
-//! their parameters with cudarc's declarations.
+//! cudarc's own functions are not called. They panic if the library or a function is missing, and
+//! they return a Rust enum, for which an error code of a newer driver would be undefined behaviour.
+//! The table below has the same functions with a plain number as result; the compiler checks their
+//! parameters against cudarc's declarations.
 
 use std::error::Error as _;
 use std::ffi::{c_char, c_int, c_uchar, c_uint, c_ulonglong, c_void};
@@ -23,16 +23,16 @@ pub(crate) use sys::{
 
 use crate::error::CudaError;
 
-/// The engine never measures time with events, and those that cannot are cheaper.
+/// The engine never measures time with events, and events without timing are cheaper.
 pub(crate) const EVENT_DISABLE_TIMING: c_uint =
     sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as c_uint;
 
-/// A stream that does not wait for the default stream, nor that for it.
+/// A stream that does not synchronise with the default stream.
 pub(crate) const STREAM_NON_BLOCKING: c_uint =
     sys::CUstream_flags::CU_STREAM_NON_BLOCKING as c_uint;
 
-/// Where the driver is looked for. The first is the name that every NVIDIA driver installs; the second
-/// may be a stub for linking.
+/// The names of the driver library. Every NVIDIA driver installs the first; the second may be a
+/// stub for linking.
 const NAMES: &[&str] =
     if cfg!(windows) { &["nvcuda.dll"] } else { &["libcuda.so.1", "libcuda.so"] };
 
@@ -42,20 +42,21 @@ macro_rules! functions {
         $(const _: unsafe fn($($type),*) -> CUresult = sys::$name;)*
     };
     (@table $($name:ident($($type:ty),*);)*) => {
-        /// The functions of the driver library, all of them found.
+        /// The functions of the driver library.
         #[expect(non_snake_case, reason = "CUDA's own names")]
         pub(crate) struct Api {
             $(pub(crate) $name: unsafe extern "C" fn($($type),*) -> c_int,)*
-            /// Keeps the functions where they are.
+            /// Keeps the library loaded.
             _library: Library,
         }
 
         impl Api {
             fn find(library: Library) -> Result<Self, CudaError> {
                 $(
-                    // SAFETY: `get` asks that the type fit the symbol. It is that of CUDA's header
-                    // for this name, as cudarc has it (compared above), but for the result, a C enum,
-                    // which is passed as an `int` is. No safe function can look up a symbol.
+                    // SAFETY: `get` requires that the type fit the symbol. It is the type of CUDA's
+                    // header for this name, as cudarc declares it (compared above), except for the
+                    // result, a C enum, which is passed like an `int`. No safe function can look up
+                    // a symbol.
                     let found = unsafe {
                         library.get::<unsafe extern "C" fn($($type),*) -> c_int>(stringify!($name))
                     };
@@ -72,7 +73,7 @@ macro_rules! functions {
 }
 
 functions! {
-    // cudarc's take enums, and these must take any number.
+    // cudarc's versions take enums, and these must take any number.
     #[unchecked] cuGetErrorName(c_int, *mut *const c_char);
     #[unchecked] cuDeviceGetAttribute(*mut c_int, c_uint, CUdevice);
     cuInit(c_uint);
@@ -124,13 +125,13 @@ functions! {
 }
 
 impl Api {
-    /// The library, loaded by the first call that finds it, and never unloaded.
+    /// Returns the library. The first successful call loads it; it is never unloaded.
     pub(crate) fn load() -> Result<&'static Self, CudaError> {
         static API: OnceLock<Api> = OnceLock::new();
         if let Some(api) = API.get() {
             return Ok(api);
         }
-        // A failure is not remembered: the driver may be installed or put on the path later.
+        // A failure is not cached: the driver may be installed or put on the path later.
         let api = Self::find(open()?)?;
         Ok(API.get_or_init(|| api))
     }
@@ -139,13 +140,13 @@ impl Api {
 fn open() -> Result<Library, CudaError> {
     let mut reason = String::new();
     for name in NAMES {
-        // SAFETY: loading a library runs its initialisers, so it must be one meant to be loaded into
-        // any process. This is the name under which NVIDIA's driver is loaded by every CUDA program;
-        // whoever can put another file there can run any code in this process already. There is no
-        // safe way to load a library.
+        // SAFETY: loading a library runs its initialisers, so it must be safe to load into any
+        // process. Every CUDA program loads NVIDIA's driver by this name; whoever can put another
+        // file there can already run any code in this process. Rust has no safe way to load a
+        // library.
         match unsafe { Library::new(*name) } {
             Ok(library) => return Ok(library),
-            // The loader's own words are in the source of the error.
+            // The loader's own message is in the source of the error.
             Err(error) if reason.is_empty() => {
                 reason = error.source().map_or_else(|| error.to_string(), ToString::to_string);
             }

@@ -1,4 +1,4 @@
-//! What a program does with memory and streams beside allocating: the engine needs none of this.
+//! Operations on memory and streams beside allocation. The engine does not use them.
 
 use cushion_core::StreamId;
 
@@ -20,18 +20,18 @@ impl CudaDriver {
             .map_err(|code| CudaError::of(api, function, code))
     }
 
-    /// A stream that does not wait for the default stream, nor that for it.
+    /// Creates a stream that does not synchronise with the default stream.
     pub fn stream_create(&self) -> Result<StreamId, CudaError> {
         self.transfer("cuStreamCreate", Api::stream_create)
     }
 
-    /// Destroys a stream. Its work is done to the end all the same.
+    /// Destroys a stream. Its queued work still completes.
     ///
     /// # Safety
     ///
-    /// The stream is one of [`stream_create`](Self::stream_create), and nobody uses it from now on.
+    /// [`stream_create`](Self::stream_create) made the stream, and nobody uses it any more.
     pub unsafe fn stream_destroy(&self, stream: StreamId) -> Result<(), CudaError> {
-        // SAFETY: as the caller promises.
+        // SAFETY: the caller upholds this contract.
         self.transfer("cuStreamDestroy", |api| unsafe { api.stream_destroy(stream) })
     }
 
@@ -40,24 +40,28 @@ impl CudaDriver {
         self.transfer("cuStreamSynchronize", |api| api.stream_synchronize(stream))
     }
 
-    /// Puts `bytes` at `to`, after the work queued on `stream` so far; returns when that is done.
+    /// Copies `bytes` to the address `to`, after the work queued on `stream` so far, and waits
+    /// until the copy is done.
     ///
     /// # Safety
     ///
-    /// At `to` is memory of this device for all of `bytes`, and no work on another stream uses it.
+    /// Memory of this device for all of `bytes` starts at `to`, and no work on another stream uses
+    /// it.
     pub unsafe fn write(&self, to: u64, bytes: &[u8], stream: StreamId) -> Result<(), CudaError> {
         self.transfer("cuMemcpyHtoDAsync", |api| {
-            // SAFETY: of `to` as the caller promises; `bytes` is borrowed until the stream is done.
+            // SAFETY: the caller guarantees `to`; `bytes` is borrowed until the stream has
+            // finished.
             unsafe { api.copy_in(to, bytes, stream) }?;
             api.stream_synchronize(stream)
         })
     }
 
-    /// Reads what is at `from` after the work queued on `stream` so far, and returns when that is done.
+    /// Copies from the address `from` to `bytes`, after the work queued on `stream` so far, and
+    /// waits until the copy is done.
     ///
     /// # Safety
     ///
-    /// As of [`write`](Self::write).
+    /// As for [`write`](Self::write).
     pub unsafe fn read(
         &self,
         from: u64,
@@ -65,17 +69,18 @@ impl CudaDriver {
         stream: StreamId,
     ) -> Result<(), CudaError> {
         self.transfer("cuMemcpyDtoHAsync", |api| {
-            // SAFETY: of `from` as the caller promises; `bytes` is borrowed until the stream is done.
+            // SAFETY: the caller guarantees `from`; `bytes` is borrowed until the stream has
+            // finished.
             unsafe { api.copy_out(from, bytes, stream) }?;
             api.stream_synchronize(stream)
         })
     }
 
-    /// Copies from one place to another as a piece of work on `stream`.
+    /// Copies between two addresses. The work is queued on `stream`.
     ///
     /// # Safety
     ///
-    /// As of [`write`](Self::write), at both places.
+    /// As for [`write`](Self::write), at both addresses.
     pub unsafe fn copy(
         &self,
         from: u64,
@@ -83,15 +88,15 @@ impl CudaDriver {
         bytes: usize,
         stream: StreamId,
     ) -> Result<(), CudaError> {
-        // SAFETY: as the caller promises.
+        // SAFETY: the caller upholds this contract.
         self.transfer("cuMemcpyDtoDAsync", |api| unsafe { api.copy(from, to, bytes, stream) })
     }
 
-    /// Sets every byte, as a piece of work on `stream`.
+    /// Sets every byte. The work is queued on `stream`.
     ///
     /// # Safety
     ///
-    /// As of [`write`](Self::write).
+    /// As for [`write`](Self::write).
     pub unsafe fn fill(
         &self,
         to: u64,
@@ -99,7 +104,7 @@ impl CudaDriver {
         value: u8,
         stream: StreamId,
     ) -> Result<(), CudaError> {
-        // SAFETY: as the caller promises.
+        // SAFETY: the caller upholds this contract.
         self.transfer("cuMemsetD8Async", |api| unsafe { api.fill(to, bytes, value, stream) })
     }
 }

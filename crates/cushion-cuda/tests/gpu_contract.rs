@@ -1,7 +1,8 @@
-//! The contract on a real device, and the engine over it. A program of its own, so that it can be
-//! carried to a machine that has a GPU and no compiler. Where there is no GPU it says so and passes.
+//! The driver contract on a real device, and the engine over it. This is a program of its own, so
+//! that it can be copied to a machine that has a GPU but no compiler. Without a GPU it reports that
+//! and passes.
 
-#![expect(clippy::print_stdout, reason = "a program that reports what it checked")]
+#![expect(clippy::print_stdout, reason = "a program that prints its results")]
 
 mod support;
 
@@ -36,7 +37,7 @@ fn main() -> ExitCode {
             println!("gpu_contract: SKIPPED: {reason}");
             return ExitCode::SUCCESS;
         }
-        Err(error) => panic!("there is a GPU, and it cannot be used: {error}"),
+        Err(error) => panic!("the GPU cannot be used: {error}"),
     };
     let (major, minor) = driver_version().expect("a version");
     println!(
@@ -56,7 +57,7 @@ fn main() -> ExitCode {
         ("a shared page", |driver, _| contract::check_shared_page(driver)),
         ("pages in host memory", |driver, _| {
             if !contract::check_host_pages(driver) {
-                println!("gpu_contract: left out, as the device cannot use pages in host memory");
+                println!("gpu_contract: skipped: the device cannot use pages in host memory");
             }
         }),
         ("a shortage", |driver, _| contract::check_shortage(driver)),
@@ -72,11 +73,11 @@ fn main() -> ExitCode {
             assert_eq!(name(2).as_deref(), Some("CUDA_ERROR_OUT_OF_MEMORY"));
             assert_eq!(name(12345), None);
         }),
-        ("mapped memory holds what is written", |driver, lib| {
+        ("mapped memory keeps its content", |driver, lib| {
             mapped_memory_holds(driver, lib, driver.create(PAGE).expect("memory"));
         }),
-        ("mapped host memory holds what is written", |driver, lib| {
-            // Whether there are such pages is checked above.
+        ("mapped host memory keeps its content", |driver, lib| {
+            // An earlier check covers whether the device has host pages.
             if let Ok(page) = driver.create_host(PAGE) {
                 mapped_memory_holds(driver, lib, page);
             }
@@ -108,7 +109,7 @@ fn device() -> CudaDriver {
     CudaDriver::new(0).expect("the device")
 }
 
-/// Runs with the device's context current, as a program has it.
+/// Runs with the device's context current, as in a CUDA program.
 fn in_context<T>(lib: &Lib, run: impl FnOnce() -> T) -> T {
     assert_eq!(lib.cuCtxSetCurrent(lib.primary(0)), 0);
     let result = run();
@@ -116,10 +117,10 @@ fn in_context<T>(lib: &Lib, run: impl FnOnce() -> T) -> T {
     result
 }
 
-/// Of a page of size [`PAGE`], which it gives back.
+/// Checks a page of size [`PAGE`], and releases it.
 fn mapped_memory_holds(driver: &CudaDriver, lib: &Lib, page: PageHandle) {
     let range = driver.reserve(4 * PAGE).expect("addresses");
-    // One page at two addresses: what is written at one is read at the other.
+    // The page is mapped at two addresses: data written at one is read at the other.
     for at in [range, range + 2 * PAGE] {
         driver.map(at, PAGE, page).expect("an empty place");
         driver.set_access(at, PAGE).expect("a mapped page");
@@ -138,7 +139,7 @@ fn mapped_memory_holds(driver: &CudaDriver, lib: &Lib, page: PageHandle) {
     driver.unreserve(range, 4 * PAGE).expect("an empty range");
 }
 
-/// Puts work on a stream that takes a moment.
+/// Queues work on a stream that takes a moment.
 fn launch(lib: &Lib, address: u64, stream: u64) {
     let bytes = usize::try_from(WORK).expect("a size");
     for value in 0..64 {
@@ -167,8 +168,8 @@ fn side_stream(driver: &CudaDriver, lib: &Lib) {
     assert_eq!(lib.cuStreamDestroy_v2(stream), 0);
 }
 
-/// Memory calls and queries while this thread captures in the strictest mode; the capture must come
-/// out whole.
+/// Makes memory calls and queries while this thread captures in the strictest mode. The capture
+/// must stay valid.
 fn capture(driver: &CudaDriver, lib: &Lib) {
     const GLOBAL: u32 = 0;
     let stream = in_context(lib, || lib.stream());
@@ -196,7 +197,7 @@ fn capture(driver: &CudaDriver, lib: &Lib) {
         driver.set_access(range, PAGE).expect("access during a capture");
         driver.unmap(range, PAGE).expect("unmapping during a capture");
         driver.release(page).expect("releasing during a capture");
-        driver.unreserve(range, PAGE).expect("giving addresses back during a capture");
+        driver.unreserve(range, PAGE).expect("unreserving during a capture");
         let _ = driver.event_query(event).expect("a query in relaxed mode");
         let mut graph = 0;
         assert_eq!(lib.cuStreamEndCapture(stream, &raw mut graph), 0, "the capture was broken");
@@ -218,7 +219,7 @@ fn engine(policy: Policy) -> Engine<CudaDriver> {
 fn free_everything(engine: &Engine<CudaDriver>) {
     let Snapshot { segments, .. } = engine.snapshot();
     for block in segments.iter().flat_map(|segment| &segment.blocks) {
-        // Free blocks are refused; they need not be told apart here.
+        // A free block is refused; this test need not tell the two apart.
         let _ = engine.free(block.address);
     }
     engine.empty_cache().expect("a working driver");
@@ -235,7 +236,7 @@ fn engine_churns(lib: &Lib, policy: Policy) {
     engine.check_invariants().expect("a consistent engine");
     let stream = in_context(lib, || lib.stream());
     for _ in 0..20 {
-        // Work on a second stream holds a block back until it is done.
+        // Work on a second stream keeps a block pending until it is done.
         let address = engine.alloc(WORK, StreamId(0)).expect("memory");
         in_context(lib, || launch(lib, address, stream));
         engine.record_stream(address, StreamId(stream)).expect("a live block");
@@ -245,20 +246,20 @@ fn engine_churns(lib: &Lib, policy: Policy) {
     engine.check_invariants().expect("a consistent engine");
     let total = engine.driver().properties().total;
     let refused = engine.alloc(2 * total, StreamId(0));
-    assert!(refused.is_err(), "twice the device was given");
+    assert!(refused.is_err(), "twice the memory of the device was allocated");
     free_everything(&engine);
     assert_eq!(lib.cuStreamDestroy_v2(stream), 0);
 }
 
-/// Memory runs out while other streams are at work on what was freed: just enough of it is waited for. What does not fit
-/// even then goes to host memory, if the device can use that.
+/// Memory runs out while other streams use freed memory: the engine waits for just enough of it. A
+/// request that still does not fit goes to host memory, if the device can use it.
 fn engine_survives(lib: &Lib, policy: Policy) {
     let mut options = Options { spill_limit: 4 * WORK, ..Options::default() };
     options.ask_for(policy);
     let clock = Arc::new(RealClock::default());
     let config = EngineConfig { options, clock, ..EngineConfig::default() };
     let engine = Engine::with_config(device(), config);
-    // Room for four blocks of either policy, which takes pages of 20 MiB.
+    // Room for four blocks with either policy; `expandable` maps pages of 20 MiB.
     engine.set_memory_limit(Some(280 * MIB));
     let stream = in_context(lib, || lib.stream());
     let blocks: Vec<u64> =
@@ -270,7 +271,7 @@ fn engine_survives(lib: &Lib, policy: Policy) {
     }
     let again = engine.alloc(WORK, StreamId(0)).expect("memory that was waited for");
     let by = engine.receipts().last().map(|receipt| receipt.outcome);
-    // A fast device may be done before the first look.
+    // A fast device may finish before the first poll.
     assert!(matches!(by, None | Some(Outcome::Survived(Rung::Poll | Rung::Events))), "{by:?}");
     assert_eq!(again, blocks[0], "the oldest first");
 
@@ -288,7 +289,7 @@ fn engine_survives(lib: &Lib, policy: Policy) {
             more.push(spilled);
         }
         Err(error) => {
-            println!("gpu_contract: left out, as the device cannot use pages in host memory");
+            println!("gpu_contract: skipped: the device cannot use pages in host memory");
             assert!(engine.driver().create_host(PAGE).is_err(), "{error}");
         }
     }
@@ -302,13 +303,13 @@ fn engine_survives(lib: &Lib, policy: Policy) {
     assert_eq!(lib.cuStreamDestroy_v2(stream), 0);
 }
 
-/// What is told of other processes may be anything; this one is not among them, if it can be told.
+/// The other processes may be anything; this process is not among them if it is known.
 fn other_processes(driver: &CudaDriver, _: &Lib) {
     let address = driver.alloc(WORK).expect("memory");
     let found = driver.processes();
     driver.free(address).expect("memory");
     println!("gpu_contract: {found:?}");
-    // A size that cannot be is one that was read in the wrong place.
+    // An impossible size was read from the wrong place.
     let total = driver.properties().total;
     for GpuProcess { pid, bytes, .. } in found.all {
         assert_ne!(pid, std::process::id());
@@ -316,7 +317,7 @@ fn other_processes(driver: &CudaDriver, _: &Lib) {
     }
 }
 
-/// A stream may go while blocks wait for its work, and while free memory belongs to it.
+/// A stream may be destroyed while blocks wait for its work, and while it owns free memory.
 fn destroyed_stream(_: &CudaDriver, lib: &Lib) {
     for policy in Policy::ALL {
         for _ in 0..20 {
@@ -331,7 +332,7 @@ fn destroyed_stream(_: &CudaDriver, lib: &Lib) {
             assert_eq!(lib.cuStreamDestroy_v2(stream), 0);
             engine.empty_cache().expect("a working driver");
             let stats = engine.stats();
-            assert_eq!(stats.active_bytes.all.current, 0, "a block is pending for ever");
+            assert_eq!(stats.active_bytes.all.current, 0, "a block stays pending");
             assert_eq!(stats.reserved_bytes.all.current, 0, "memory is lost with its stream");
         }
     }

@@ -1,5 +1,5 @@
-//! Which processes hold memory of a device, on the stand-in for NVML. Each test runs in a process of
-//! its own.
+//! The processes that hold memory of a device, on the NVML stand-in. Each test runs in its own
+//! process.
 
 #![cfg(target_os = "linux")]
 
@@ -16,7 +16,7 @@ mod tests {
 
     use super::support::{Lib, with_standin, with_standin_alone};
 
-    /// Numbers that no process has: the system's largest is 2²².
+    /// IDs that no process has: the system's largest is 2²².
     const A: u32 = 1 << 30;
     const B: u32 = A + 1;
     const C: u32 = A + 2;
@@ -29,11 +29,11 @@ mod tests {
         GpuProcess { pid, name: None, bytes: Some(bytes) }
     }
 
-    /// A child that is ended by its number when the test is done with it, whatever becomes of that.
+    /// A child process that is killed when the test is done with it.
     struct Sleeper(Child);
 
     impl Sleeper {
-        /// One that runs its program: until then it is called as this one is.
+        /// Returns once the child runs its program: until then it has this process's name.
         fn named(name: &str) -> Self {
             let child = Command::new("sleep").arg0(name).arg("5").spawn().expect("a child");
             let line = format!("/proc/{}/cmdline", child.id());
@@ -51,7 +51,7 @@ mod tests {
         }
     }
 
-    /// What the device's only other process is called.
+    /// Checks the name of the device's only other process.
     fn name_on(lib: &Lib, child: &Sleeper, expected: &str) {
         lib.standin_set_process(0, child.0.id(), GIB);
         let driver = device(0);
@@ -59,7 +59,7 @@ mod tests {
     }
 
     #[test]
-    fn others_are_listed_largest_first_and_this_one_is_left_out() {
+    fn others_are_listed_largest_first_without_this_process() {
         with_standin(&[("STANDIN_DEVICES", "2")], |lib| {
             let driver = device(0);
             driver.alloc(100 * MIB).unwrap();
@@ -79,7 +79,7 @@ mod tests {
     }
 
     #[test]
-    fn a_size_that_is_not_known_is_none() {
+    fn an_unknown_size_is_none() {
         with_standin(&[], |lib| {
             lib.standin_set_process(0, A, u64::MAX);
             lib.standin_set_process(0, B, 1);
@@ -89,13 +89,13 @@ mod tests {
     }
 
     #[test]
-    fn in_a_container_nobody_is_named_and_this_one_is_among_them() {
+    fn in_a_container_processes_have_no_names_and_include_this_one() {
         with_standin(&[], |lib| {
             let child = Sleeper::named("sleep");
             let driver = device(0);
             driver.alloc(100 * MIB).unwrap();
             lib.standin_set_own_pid(A);
-            // A number of the host's, which is that of another process here.
+            // An ID of the host, which belongs to another process here.
             lib.standin_set_process(0, child.0.id(), GIB);
             let all = vec![unnamed(child.0.id(), GIB), unnamed(A, 100 * MIB)];
             assert_eq!(driver.processes(), GpuProcesses { all, is_self_known: false });
@@ -103,17 +103,17 @@ mod tests {
     }
 
     #[test]
-    fn without_nvml_there_is_nobody() {
+    fn without_nvml_the_list_is_empty() {
         with_standin_alone(|lib| {
             lib.standin_set_process(0, A, GIB);
             assert_eq!(device(0).processes(), GpuProcesses::default());
-            // Nobody has asked the stand-in: where the machine has an NVML, that does not know its device.
+            // The stand-in was not called: if the machine has an NVML, it does not know the device.
             assert_eq!(lib.standin_calls(c"nvmlInit_v2".as_ptr()), 0);
         });
     }
 
     #[test]
-    fn a_failing_call_leaves_nobody() {
+    fn a_failing_call_empties_the_list() {
         with_standin(&[], |lib| {
             lib.standin_set_process(0, A, GIB);
             let driver = device(0);
@@ -123,7 +123,8 @@ mod tests {
             let calls = count() - before;
             assert_eq!(calls, 4);
             for nth in 1..=calls {
-                // Among others, what a device says that fell off the bus (15), or one that tells nobody (4).
+                // Among them the codes of a device that fell off the bus (15) and of missing
+                // permission (4).
                 for code in [1, 3, 4, 15, 999] {
                     lib.standin_fail(nth, code);
                     assert_eq!(driver.processes(), GpuProcesses::default(), "call {nth}: {code}");
@@ -136,7 +137,7 @@ mod tests {
     }
 
     #[test]
-    fn there_is_room_for_thousands_and_an_end_to_it() {
+    fn thousands_of_processes_fit_up_to_a_limit() {
         with_standin(&[], |lib| {
             let driver = device(0);
             let mut there = 0;
@@ -159,7 +160,7 @@ mod tests {
     }
 
     #[test]
-    fn entries_of_any_driver_are_understood() {
+    fn entries_of_any_driver_are_read() {
         with_standin(&[], |lib| {
             let driver = device(0);
             for words in [2, 4, 3] {
@@ -179,7 +180,7 @@ mod tests {
     }
 
     #[test]
-    fn a_part_of_a_device_is_found() {
+    fn a_mig_instance_is_found() {
         with_standin(&[("STANDIN_DEVICES", "2")], |lib| {
             lib.standin_set_mig(1);
             lib.standin_set_process(1, A, GIB);
@@ -188,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn a_process_is_named() {
+    fn a_process_has_a_name() {
         with_standin(&[], |lib| name_on(lib, &Sleeper::named("/usr/bin/sleep"), "sleep"));
     }
 
@@ -202,11 +203,11 @@ mod tests {
     }
 
     #[test]
-    fn a_process_that_is_ending_is_named_by_the_system() {
+    fn an_ending_process_has_its_kernel_name() {
         with_standin(&[], |lib| {
             let mut child = Sleeper::named("something else");
             child.0.kill().unwrap();
-            // Not waited for, so it is still there, and its command line is not.
+            // The child is not waited for, so its entry remains, without a command line.
             let stat = format!("/proc/{}/stat", child.0.id());
             while !std::fs::read_to_string(&stat).unwrap().contains(") Z ") {
                 std::thread::yield_now();
@@ -218,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_asked_before_it_is_needed_and_no_context_is_made() {
+    fn nvml_is_loaded_on_demand_and_creates_no_context() {
         with_standin(&[("STANDIN_DEVICES", "2")], |lib| {
             let driver = device(1);
             assert_eq!(lib.standin_calls(c"nvmlInit_v2".as_ptr()), 0);

@@ -1,5 +1,5 @@
-//! [`CudaDriver`] on the stand-in for CUDA: the contract, contexts, captures, peers, and what happens
-//! where CUDA is missing or fails. Each test runs in a process of its own.
+//! [`CudaDriver`] on the CUDA stand-in: the contract, contexts, captures, peers, and a missing or
+//! failing CUDA. Each test runs in its own process.
 
 #![cfg(target_os = "linux")]
 
@@ -58,7 +58,7 @@ mod tests {
     }
 
     #[test]
-    fn a_device_says_what_it_is() {
+    fn a_device_reports_its_properties() {
         with_standin(&[("STANDIN_DEVICES", "2"), ("STANDIN_CAPACITY", "536870912")], |_| {
             let driver = device(1);
             let properties = driver.properties();
@@ -73,50 +73,50 @@ mod tests {
         });
     }
 
-    // ---- what is in memory ----
+    // ---- content of memory ----
 
     #[test]
-    fn bytes_go_in_around_and_out_again() {
+    fn bytes_round_trip() {
         with_standin(&[], |_| {
             let driver = device(0);
             let stream = driver.stream_create().unwrap();
             let address = driver.alloc(MIB).unwrap();
             let bytes: Vec<u8> = (0..200).collect();
             let mut read = vec![9; 300];
-            // SAFETY: within the allocation, and no other stream uses it.
+            // SAFETY: the range is inside the allocation, and no other stream uses it.
             unsafe { driver.fill(address, 300, 0, stream) }.unwrap();
-            // SAFETY: likewise.
+            // SAFETY: as above.
             unsafe { driver.write(address + 10, &bytes, stream) }.unwrap();
-            // SAFETY: likewise.
+            // SAFETY: as above.
             unsafe { driver.copy(address, address + 4096, 300, stream) }.unwrap();
-            // SAFETY: likewise.
+            // SAFETY: as above.
             unsafe { driver.read(address + 4096, &mut read, stream) }.unwrap();
             assert_eq!(
                 (&read[..10], &read[10..210], &read[210..]),
                 (&[0; 10][..], &bytes[..], &[0; 90][..])
             );
             driver.stream_wait(stream).unwrap();
-            // SAFETY: the range ends outside of the allocation, which the stand-in refuses.
+            // SAFETY: the range ends outside of the allocation, and the stand-in refuses it.
             let failed = unsafe { driver.fill(address + MIB - 1, 2, 0, stream) };
             assert!(failed.unwrap_err().to_string().contains("cuMemsetD8Async"));
-            // SAFETY: of `stream_create`, and not used any more.
+            // SAFETY: `stream_create` made the stream, and it is not used any more.
             unsafe { driver.stream_destroy(stream) }.unwrap();
             assert!(driver.stream_wait(stream).is_err());
             driver.free(address).unwrap();
         });
     }
 
-    // ---- where there is no device ----
+    // ---- missing devices ----
 
     #[test]
-    fn a_library_that_cannot_be_loaded_is_said() {
+    fn a_library_that_cannot_be_loaded_is_reported() {
         let broken = tempfile::NamedTempFile::new().unwrap();
         with_library(broken.path(), || {
             let error = CudaDriver::new(0).unwrap_err();
             assert!(matches!(error, CudaError::NoLibrary { .. }), "{error:?}");
             let text = error.to_string();
             assert!(text.contains("install the NVIDIA driver"), "{text}");
-            assert!(text.contains("/libcuda.so.1"), "what the loader said is not told: {text}");
+            assert!(text.contains("/libcuda.so.1"), "the loader's message is missing: {text}");
             assert_eq!(device_count(), Err(error));
             assert!(driver_version().is_err());
             assert_eq!(name(2), None);
@@ -124,7 +124,7 @@ mod tests {
     }
 
     #[test]
-    fn a_library_without_the_functions_is_said() {
+    fn a_library_without_the_functions_is_reported() {
         let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
         let other = maps.split_whitespace().find(|word| word.contains("/libc.so")).unwrap();
         with_library(other.as_ref(), || {
@@ -135,7 +135,7 @@ mod tests {
     }
 
     #[test]
-    fn no_device_is_said() {
+    fn no_device_is_reported() {
         with_standin(&[("STANDIN_DEVICES", "0")], |_| {
             assert_eq!(device_count(), Ok(0));
             let error = CudaDriver::new(0).unwrap_err();
@@ -145,7 +145,7 @@ mod tests {
     }
 
     #[test]
-    fn an_index_out_of_range_is_said() {
+    fn an_index_out_of_range_is_reported() {
         with_standin(&[("STANDIN_DEVICES", "2")], |lib| {
             for index in [2, 7, u32::MAX] {
                 let error = CudaDriver::new(index).unwrap_err();
@@ -157,7 +157,7 @@ mod tests {
     }
 
     #[test]
-    fn a_failing_start_says_which_call_and_why_and_holds_nothing() {
+    fn a_failing_start_reports_the_call_and_holds_nothing() {
         with_standin(&[("STANDIN_DEVICES", "2"), ("STANDIN_PEERS", "all")], |lib| {
             let count = || lib.standin_calls(std::ptr::null());
             let before = count();
@@ -168,8 +168,9 @@ mod tests {
                 let started = CudaDriver::new(0);
                 lib.standin_fail(0, 0);
                 match started {
-                    // A peer that cannot be asked is none, what a device cannot be asked it does
-                    // not support, and what cannot be put back is left.
+                    // Failed queries do not fail `new`: a device that cannot be queried is not a
+                    // peer, a feature that cannot be queried is not supported, and a state that
+                    // cannot be restored is left.
                     Ok(driver) => drop(driver),
                     Err(CudaError::Failed { code, name, function }) => {
                         assert_eq!((code, name.as_str()), (3, "CUDA_ERROR_NOT_INITIALIZED"));
@@ -185,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn calls_after_cuda_has_shut_down_fail_plainly() {
+    fn calls_after_cuda_has_shut_down_fail() {
         with_standin(&[], |lib| {
             let engine = Engine::new(device(0));
             let address = engine.alloc(MIB, StreamId(0)).unwrap();
@@ -204,7 +205,7 @@ mod tests {
     // ---- contexts ----
 
     #[test]
-    fn only_the_devices_own_primary_context_is_made_and_it_is_let_go() {
+    fn only_the_primary_context_is_retained_and_then_released() {
         with_standin(&[("STANDIN_DEVICES", "3"), ("STANDIN_PEERS", "all")], |lib| {
             let driver = device(1);
             contract::check_driver(&driver);
@@ -235,14 +236,14 @@ mod tests {
                 };
                 std::thread::spawn(check).join().unwrap();
             }
-            assert_eq!(lib.standin_held(1), 0, "memory was taken on another device");
+            assert_eq!(lib.standin_held(1), 0, "memory was allocated on another device");
         });
     }
 
     // ---- pages ----
 
     #[test]
-    fn access_is_granted_to_every_device_that_can_reach_the_memory() {
+    fn access_is_granted_to_every_peer() {
         let peers = "0>1,2>1,1>3,0>2";
         with_standin(&[("STANDIN_DEVICES", "4"), ("STANDIN_PEERS", peers)], |lib| {
             for (index, granted) in [(0, 0b0001), (1, 0b0111), (2, 0b0101), (3, 0b1010)] {
@@ -266,7 +267,7 @@ mod tests {
     const FABRIC: u32 = 8;
     const RDMA: u32 = 1 << 31;
 
-    /// How a page is made now.
+    /// Returns the handle types of a new page.
     fn kind(lib: &Lib, driver: &CudaDriver) -> u32 {
         let page = driver.create(PAGE).unwrap();
         let kind = lib.standin_page_kind(page.0);
@@ -275,7 +276,7 @@ mod tests {
     }
 
     #[test]
-    fn pages_can_be_shared_in_every_way_that_is_not_refused() {
+    fn pages_have_the_best_kind_that_is_not_refused() {
         with_standin(&[], |lib| {
             let cases = [
                 (0, 0, FILE | FABRIC | RDMA, 1),
@@ -293,7 +294,7 @@ mod tests {
                     assert_eq!(kind(lib, &driver), expected);
                     assert_eq!(calls() - before, tries);
                     assert_eq!(kind(lib, &driver), expected);
-                    assert_eq!(calls() - before, tries + 1, "what works is found once");
+                    assert_eq!(calls() - before, tries + 1, "the kind is found once");
                     contract::check_driver(&driver);
                 }
             }
@@ -301,11 +302,15 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_refusal_of_the_kind_is_told_and_changes_nothing() {
+    fn other_errors_are_reported_and_keep_the_kind() {
         with_standin(&[], |lib| {
             let driver = device(0);
             let failed = |fault| Err(DriverError { call: Call::Create, fault });
-            assert_eq!(driver.create(MIB), failed(Fault::Failed(1)), "half a page");
+            assert_eq!(
+                driver.create(MIB),
+                failed(Fault::Failed(1)),
+                "not a multiple of the granularity"
+            );
             assert_eq!(driver.create(2 * GIB), failed(Fault::OutOfMemory));
             lib.standin_refuse_pages(FABRIC, 0, 999);
             assert_eq!(driver.create(PAGE), failed(Fault::Failed(999)));
@@ -315,7 +320,7 @@ mod tests {
     }
 
     #[test]
-    fn a_device_that_supports_less_is_asked_for_less() {
+    fn unsupported_kinds_are_not_tried() {
         with_standin(&[("STANDIN_WITHOUT", "fabric,rdma")], |lib| {
             assert_eq!(kind(lib, &device(0)), FILE);
             assert_eq!(lib.standin_calls(c"cuMemCreate".as_ptr()), 1);
@@ -331,11 +336,11 @@ mod tests {
             contract::check_events(&driver);
             let refused = DriverError { call: Call::Create, fault: Fault::Failed(801) };
             assert_eq!(driver.create(PAGE), Err(refused));
-            assert!(!contract::check_host_pages(&driver), "there are none");
+            assert!(!contract::check_host_pages(&driver), "the device has no host pages");
         });
     }
 
-    /// The node that a page in host memory is made on.
+    /// Returns the NUMA node of a new page in host memory.
     fn node(lib: &Lib, driver: &CudaDriver) -> i32 {
         let page = driver.create_host(PAGE).unwrap();
         let node = lib.standin_page_node(page.0);
@@ -345,7 +350,7 @@ mod tests {
     }
 
     #[test]
-    fn pages_in_host_memory_are_next_to_their_device_and_none_of_its_memory() {
+    fn host_pages_are_near_their_device_and_take_none_of_its_memory() {
         with_standin(&[("STANDIN_NUMA", "3"), ("STANDIN_HOST", "8388608")], |lib| {
             let driver = device(0);
             let held = || (lib.standin_held(0) / MIB, lib.standin_held_host(0) / MIB);
@@ -356,17 +361,21 @@ mod tests {
             assert_eq!(held(), (2, 4));
             let failed = |fault| Err(DriverError { call: Call::CreateHost, fault });
             assert_eq!(driver.create_host(4 * PAGE), failed(Fault::OutOfMemory));
-            assert_eq!(driver.create_host(MIB), failed(Fault::Failed(1)), "half a page");
+            assert_eq!(
+                driver.create_host(MIB),
+                failed(Fault::Failed(1)),
+                "not a multiple of the granularity"
+            );
             assert_eq!(held(), (2, 4));
             driver.release(far).unwrap();
-            assert!(driver.release(far).is_err(), "it is gone");
+            assert!(driver.release(far).is_err(), "the page is released");
             driver.release(near).unwrap();
             assert_eq!(held(), (0, 0));
         });
     }
 
     #[test]
-    fn a_host_without_nodes_has_all_its_memory_in_the_first() {
+    fn a_host_without_numa_uses_node_zero() {
         with_standin(&[("STANDIN_NUMA", "-1")], |lib| {
             assert_eq!(node(lib, &device(0)), 0);
             assert!(contract::check_host_pages(&device(0)));
@@ -374,14 +383,14 @@ mod tests {
     }
 
     #[test]
-    fn pages_in_host_memory_are_for_devices_that_can_all_use_them() {
+    fn host_pages_need_support_of_all_peers() {
         let refused = DriverError { call: Call::CreateHost, fault: Fault::Failed(801) };
         let peers = ("STANDIN_PEERS", "2>0,1>2");
         let machine = [("STANDIN_DEVICES", "3"), peers, ("STANDIN_WITHOUT", "host@1")];
         with_standin(&machine, |lib| {
             assert_eq!(device(1).create_host(PAGE), Err(refused));
             assert_eq!(device(2).create_host(PAGE), Err(refused), "a peer could not use it");
-            assert_eq!(lib.standin_calls(c"cuMemCreate".as_ptr()), 0, "CUDA need not be asked");
+            assert_eq!(lib.standin_calls(c"cuMemCreate".as_ptr()), 0, "CUDA is not called");
             let driver = device(0);
             let (range, page) = (driver.reserve(PAGE).unwrap(), driver.create_host(PAGE).unwrap());
             driver.map(range, PAGE, page).unwrap();
@@ -394,7 +403,7 @@ mod tests {
     }
 
     #[test]
-    fn handles_that_were_never_given_do_not_reach_cuda() {
+    fn unknown_handles_do_not_reach_cuda() {
         with_standin(&[], |lib| {
             let (driver, other) = (device(0), device(0));
             let (page, event) = (other.create(PAGE).unwrap(), other.event_create().unwrap());
@@ -438,12 +447,12 @@ mod tests {
     }
 
     #[test]
-    fn a_destroyed_stream_is_waited_for_and_keeps_nothing_pending() {
+    fn a_destroyed_stream_leaves_nothing_pending() {
         with_standin(&[("STANDIN_DEVICES", "3"), ("STANDIN_PEERS", "1>0,2>0")], |lib| {
             let engine = Engine::new(device(0));
             lib.primary(1);
             let address = engine.alloc(30 * MIB, S1).unwrap();
-            // Work of the destroyed stream, and of a device that could have been its own.
+            // Work of the destroyed stream, and of a device that it could have belonged to.
             lib.standin_launch(0, S2.0);
             engine.record_stream(address, S2).unwrap();
             lib.standin_destroy_stream(S2.0);
@@ -453,7 +462,7 @@ mod tests {
             let waits = lib.standin_calls(c"cuCtxSynchronize".as_ptr()) - before;
             assert_eq!(waits, 2, "this device, and the one peer that has a context");
             assert_eq!(lib.standin_contexts(), 0b011);
-            assert_eq!(engine.stats().active_bytes.all.current, 0, "a block is pending for ever");
+            assert_eq!(engine.stats().active_bytes.all.current, 0, "a block stays pending");
             engine.check_invariants().unwrap();
             engine.empty_cache().unwrap();
             assert_eq!(lib.standin_held(0), 0);
@@ -461,7 +470,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stream_of_another_device_is_marked_by_an_event_of_that_device() {
+    fn a_stream_of_another_device_gets_an_event_of_that_device() {
         with_standin(&[("STANDIN_DEVICES", "2"), ("STANDIN_PEERS", "all")], |lib| {
             let driver = device(0);
             lib.cuCtxSetCurrent(lib.primary(1));
@@ -469,11 +478,12 @@ mod tests {
             let event = driver.event_create().unwrap();
             lib.standin_launch(1, theirs);
             driver.event_record(event, StreamId(theirs)).unwrap();
-            assert_eq!(lib.standin_calls(c"cuCtxSynchronize".as_ptr()), 0, "nobody need wait");
+            assert_eq!(lib.standin_calls(c"cuCtxSynchronize".as_ptr()), 0, "no wait is needed");
             assert_eq!(driver.event_query(event), Ok(false));
             lib.standin_finish(1, theirs);
             assert_eq!(driver.event_query(event), Ok(true));
-            // The event can be used on an own stream again, and both are destroyed once.
+            // The event can be used on a stream of this device again, and both events are destroyed
+            // once.
             driver.event_record(event, S1).unwrap();
             driver.event_record(event, StreamId(theirs)).unwrap();
             driver.event_destroy(event).unwrap();
@@ -513,7 +523,7 @@ mod tests {
     }
 
     #[test]
-    fn a_capture_is_told_with_its_nodes() {
+    fn a_capture_is_reported_with_its_nodes() {
         with_standin(&[], |lib| {
             let driver = device(0);
             assert_eq!(driver.capture(S1), Ok(None));
@@ -542,7 +552,7 @@ mod tests {
     }
 
     #[test]
-    fn a_capture_that_is_implied_or_broken_is_one() {
+    fn implicit_and_invalidated_captures_are_reported() {
         with_standin(&[], |lib| {
             let driver = device(0);
             for answer in [1, 2] {
@@ -564,7 +574,7 @@ mod tests {
     }
 
     #[test]
-    fn the_engine_runs_on_it() {
+    fn the_engine_runs_on_the_standin() {
         with_standin(&[], |lib| {
             for policy in Policy::ALL {
                 let engine = engine(policy);
@@ -585,7 +595,8 @@ mod tests {
         });
     }
 
-    /// Blocks on two streams, some used by a third, one of which is destroyed; too much at the end.
+    /// Allocates blocks on two streams, some used by a third, destroys one stream, and finally
+    /// requests too much.
     fn program(lib: &Lib, engine: &Engine<CudaDriver>) {
         let mut live = Vec::new();
         for round in 0..6_u64 {
@@ -612,7 +623,7 @@ mod tests {
         let _ = engine.process_events();
     }
 
-    /// If CUDA fails, the block is free as soon as CUDA works again.
+    /// Frees a block. If CUDA fails, the block is free as soon as CUDA works again.
     fn free(engine: &Engine<CudaDriver>, address: u64) {
         match engine.free(address) {
             Ok(()) | Err(AddressError::Driver { .. }) => {}

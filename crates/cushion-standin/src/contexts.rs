@@ -9,7 +9,7 @@ use crate::out::Out;
 use crate::world::{MODE, STACK, World};
 use crate::{INVALID_CONTEXT, INVALID_VALUE, NO_DEVICE, driver_calls};
 
-/// A context is its device's number above this, as an address.
+/// The handle of a context is this plus its device's number.
 const CONTEXTS: usize = 0xc0_0000;
 
 type Context = *mut ();
@@ -41,7 +41,7 @@ fn attribute(world: &World, device: usize, attribute: c_int) -> Result<c_int, c_
     ];
     let is = |known: Attribute| i64::from(known as u32) == i64::from(attribute);
     if is(Attribute::CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID) {
-        return Ok(world.node);
+        return Ok(world.node());
     }
     let asked = match attribute {
         HOST_PAGES => Some("host"),
@@ -50,7 +50,7 @@ fn attribute(world: &World, device: usize, attribute: c_int) -> Result<c_int, c_
     asked.map(|word| c_int::from(world.supports(device, word))).ok_or(INVALID_VALUE)
 }
 
-/// CUDA's names for the codes of this library.
+/// Returns CUDA's name for an error code.
 fn name_of(code: c_int) -> Option<&'static std::ffi::CStr> {
     Some(match code {
         0 => c"CUDA_SUCCESS",
@@ -81,7 +81,7 @@ driver_calls! {
         if world.devices.is_empty() {
             return Err(NO_DEVICE);
         }
-        world.initialised = true;
+        world.calls.initialised = true;
         Ok(())
     }
 

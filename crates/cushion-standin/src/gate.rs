@@ -1,12 +1,12 @@
-//! Calls that wait until a test lets them go on, as a driver that is busy does. Nothing is locked
-//! meanwhile: other threads call on.
+//! Makes calls wait until a test releases them, like a busy driver. No lock is held meanwhile:
+//! other threads can call.
 
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
 struct Gate {
     /// The function whose calls wait.
     closed: Option<String>,
-    /// How many wait now.
+    /// The number of waiting calls.
     waiting: u64,
 }
 
@@ -21,7 +21,7 @@ fn wait_while(test: impl FnMut(&mut Gate) -> bool) -> MutexGuard<'static, Gate> 
     CHANGED.wait_while(gate(), test).unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Waits while calls of `name` are kept.
+/// Waits while calls of `name` are blocked.
 pub(crate) fn pass(name: &str) {
     let is_closed = |gate: &mut Gate| gate.closed.as_deref() == Some(name);
     let mut now = gate();
@@ -34,7 +34,7 @@ pub(crate) fn pass(name: &str) {
     wait_while(is_closed).waiting -= 1;
 }
 
-/// Keeps calls of `name` from now on; `None` lets all go on.
+/// Blocks calls of `name` from now on; `None` releases all.
 pub(crate) fn close(name: Option<String>) {
     gate().closed = name;
     CHANGED.notify_all();

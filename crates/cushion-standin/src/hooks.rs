@@ -1,5 +1,5 @@
-//! What a test tells the stand-in, and asks of it: functions that CUDA does not have. None of them is
-//! counted, or fails. Devices that are not there are ignored.
+//! Functions with which a test controls and queries the stand-in; CUDA does not have them. They are
+//! not counted and do not fail. Unknown devices are ignored.
 
 use std::ffi::{c_char, c_int, c_uint};
 
@@ -18,7 +18,8 @@ fn on(device: c_int, act: impl FnOnce(&mut Device)) {
 
 // ---- calls ----
 
-/// How often a function was called, failures included; for null, all of them together.
+/// Returns how often a function was called, failures included; for null, the total of all
+/// functions.
 ///
 /// # Safety
 ///
@@ -27,30 +28,32 @@ fn on(device: c_int, act: impl FnOnce(&mut Device)) {
 unsafe extern "C" fn standin_calls(name: In<c_char>) -> u64 {
     let world = world();
     match name.text() {
-        Some(name) => world.counts.get(name.as_str()).copied().unwrap_or(0),
-        None => world.counts.values().sum(),
+        Some(name) => world.calls.counts.get(name.as_str()).copied().unwrap_or(0),
+        None => world.calls.counts.values().sum(),
     }
 }
 
-/// Counts from zero again.
+/// Resets all counts to zero.
 #[unsafe(no_mangle)]
 extern "C" fn standin_reset_calls() {
-    world().counts.clear();
+    world().calls.counts.clear();
 }
 
-/// The `nth` call from now, whichever it is, fails with this code, and does nothing. Zero: none does.
+/// Makes the `nth` call from now, of any function, fail with this code and do nothing. Zero stops
+/// it.
 #[unsafe(no_mangle)]
 extern "C" fn standin_fail(nth: u64, code: c_int) {
-    world().failure = (nth > 0).then_some((nth, code));
+    world().calls.failure = (nth > 0).then_some((nth, code));
 }
 
-/// From now on every call answers that CUDA has shut down, as at the end of a process.
+/// Makes every call return that CUDA has shut down, as at the end of a process.
 #[unsafe(no_mangle)]
 extern "C" fn standin_shut_down() {
-    world().shut_down = true;
+    world().calls.shut_down = true;
 }
 
-/// From now on calls of this function wait, until another is named, or none with null.
+/// Blocks calls of this function from now on. The next call of this hook releases them; null blocks
+/// none.
 ///
 /// # Safety
 ///
@@ -68,7 +71,7 @@ extern "C" fn standin_await_blocked() {
 
 // ---- contexts and memory ----
 
-/// Which devices have a context: bit n is device n.
+/// Returns the devices that have a context: bit n is device n.
 #[unsafe(no_mangle)]
 extern "C" fn standin_contexts() -> u64 {
     let world = world();
@@ -76,7 +79,7 @@ extern "C" fn standin_contexts() -> u64 {
     held.map(|(index, _)| 1_u64 << index).sum()
 }
 
-/// Which devices were given access to a mapped address: bit n is device n.
+/// Returns the devices that have access to a mapped address: bit n is device n.
 #[unsafe(no_mangle)]
 extern "C" fn standin_access(address: u64) -> u64 {
     let world = world();
@@ -85,7 +88,7 @@ extern "C" fn standin_access(address: u64) -> u64 {
     last.map_or(0, |(&start, &(bytes, granted))| if address - start < bytes { granted } else { 0 })
 }
 
-/// Bytes held on a device.
+/// Returns the bytes held on a device.
 #[unsafe(no_mangle)]
 extern "C" fn standin_held(device: c_int) -> u64 {
     let mut held = 0;
@@ -93,7 +96,7 @@ extern "C" fn standin_held(device: c_int) -> u64 {
     held
 }
 
-/// Bytes of host memory held for a device.
+/// Returns the bytes of host memory held for a device.
 #[unsafe(no_mangle)]
 extern "C" fn standin_held_host(device: c_int) -> u64 {
     let mut held = 0;
@@ -101,7 +104,7 @@ extern "C" fn standin_held_host(device: c_int) -> u64 {
     held
 }
 
-/// How much another program holds on a device; 0 if there is not that much, else 1.
+/// Sets how much another program holds on a device. Returns 0 if the device has less, else 1.
 #[unsafe(no_mangle)]
 extern "C" fn standin_set_tenant(device: c_int, bytes: u64) -> c_int {
     let mut done = false;
@@ -109,30 +112,31 @@ extern "C" fn standin_set_tenant(device: c_int, bytes: u64) -> c_int {
     c_int::from(done)
 }
 
-/// Pages asked for with any of these handle types, or for RDMA, are refused with this code.
+/// Refuses pages with any of these handle types, or for RDMA, with this code.
 #[unsafe(no_mangle)]
 extern "C" fn standin_refuse_pages(handles: c_uint, rdma: c_int, code: c_int) {
-    world().refused_pages = (handles, rdma != 0, code);
+    world().pages.refused = (handles, rdma != 0, code);
 }
 
-/// The handle types a page was made with; the highest bit is RDMA. Zero also if there is no such page.
+/// Returns the handle types of a page; the highest bit is RDMA. Zero also for an unknown page.
 #[unsafe(no_mangle)]
 extern "C" fn standin_page_kind(page: u64) -> c_uint {
-    let kind = world().page_kinds.get(&page).copied();
+    let kind = world().pages.kinds.get(&page).copied();
     kind.map_or(0, |kind| kind.handles | (c_uint::from(kind.rdma) << 31))
 }
 
-/// The NUMA node of a page in host memory; -1 for another, also if there is no such page.
+/// Returns the NUMA node of a page in host memory; -1 for other and unknown pages.
 #[unsafe(no_mangle)]
 extern "C" fn standin_page_node(page: u64) -> c_int {
-    let kind = world().page_kinds.get(&page).copied();
+    let kind = world().pages.kinds.get(&page).copied();
     kind.and_then(|kind| kind.node).unwrap_or(-1)
 }
 
 // ---- processes ----
 
-/// What NVML tells of another process on a device: how much it holds, or `u64::MAX` for what is not
-/// known; with 0, nothing. The device's memory is the same as before: see `standin_set_tenant`.
+/// Sets what NVML reports of another process on a device: the bytes it holds, `u64::MAX` for an
+/// unknown number, or 0 to remove it. The device's memory does not change: see
+/// `standin_set_tenant`.
 #[unsafe(no_mangle)]
 extern "C" fn standin_set_process(device: c_int, pid: c_uint, bytes: u64) {
     on(device, |device| {
@@ -143,19 +147,19 @@ extern "C" fn standin_set_process(device: c_int, pid: c_uint, bytes: u64) {
     });
 }
 
-/// The number under which NVML tells of this process, as in a container; with 0, its own.
+/// Sets the ID under which NVML reports this process, as in a container; 0 for its own.
 #[unsafe(no_mangle)]
 extern "C" fn standin_set_own_pid(pid: c_uint) {
     world().nvml.own_pid = (pid > 0).then_some(pid);
 }
 
-/// How large NVML's entries are, in words of eight bytes: 2, 3 or 4. Drivers differ in this.
+/// Sets the size of NVML's entries in words of eight bytes: 2, 3 or 4. Drivers differ.
 #[unsafe(no_mangle)]
 extern "C" fn standin_set_entry_words(words: c_uint) {
     world().nvml.entry_words = words.clamp(2, 4);
 }
 
-/// Whether the devices are parts of one, under MIG: NVML gives them other names then.
+/// Sets whether the devices are MIG instances, for which NVML has other names.
 #[unsafe(no_mangle)]
 extern "C" fn standin_set_mig(is_mig: c_int) {
     world().nvml.is_mig = is_mig != 0;
@@ -163,7 +167,7 @@ extern "C" fn standin_set_mig(is_mig: c_int) {
 
 // ---- streams ----
 
-/// Queues work on a stream; it is unfinished until told otherwise.
+/// Queues work on a stream; it stays unfinished until a test finishes it.
 #[unsafe(no_mangle)]
 extern "C" fn standin_launch(device: c_int, stream: u64) {
     on(device, |device| {
@@ -183,12 +187,12 @@ extern "C" fn standin_finish_all() {
     world().devices.iter().for_each(|device| device.sim.finish_all());
 }
 
-/// Destroys a stream, whoever made it up; its work goes on.
+/// Destroys any stream, also one that was not created; its work goes on.
 #[unsafe(no_mangle)]
 extern "C" fn standin_destroy_stream(stream: u64) {
     let mut world = world();
-    world.streams.remove(&stream);
-    world.destroyed.insert(stream);
+    world.streams.made.remove(&stream);
+    world.streams.destroyed.insert(stream);
 }
 
 /// Starts capturing a stream into a new graph.
@@ -200,7 +204,7 @@ extern "C" fn standin_begin_capture(device: c_int, stream: u64) {
     });
 }
 
-/// Makes later work on `waiter` follow that on `other`, and so join its capture.
+/// Makes later work on `waiter` follow that on `other`, which joins its capture.
 #[unsafe(no_mangle)]
 extern "C" fn standin_wait_for(device: c_int, waiter: u64, other: u64) {
     on(device, |device| {
@@ -208,7 +212,7 @@ extern "C" fn standin_wait_for(device: c_int, waiter: u64, other: u64) {
     });
 }
 
-/// Ends the capture that was begun on a stream.
+/// Ends the capture that began on a stream.
 #[unsafe(no_mangle)]
 extern "C" fn standin_end_capture(device: c_int, stream: u64) {
     on(device, |device| {
@@ -217,14 +221,14 @@ extern "C" fn standin_end_capture(device: c_int, stream: u64) {
     });
 }
 
-/// What a stream answers about its capture from now on: 1, that it is part of one that it did not
-/// join (`CUDA_ERROR_STREAM_CAPTURE_IMPLICIT`); 2, that its capture was broken; 0, the truth.
+/// Sets what a stream reports about its capture: 1, that it is part of a capture it did not join
+/// (`CUDA_ERROR_STREAM_CAPTURE_IMPLICIT`); 2, that its capture was invalidated; 0, the truth.
 #[unsafe(no_mangle)]
 extern "C" fn standin_odd_capture(stream: u64, answer: c_int) {
     let mut world = world();
     if answer == 0 {
-        world.odd_captures.remove(&stream);
+        world.streams.odd_captures.remove(&stream);
     } else {
-        world.odd_captures.insert(stream, answer);
+        world.streams.odd_captures.insert(stream, answer);
     }
 }

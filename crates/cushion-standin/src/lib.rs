@@ -1,25 +1,24 @@
-//! A stand-in for `libcuda.so.1`, for tests on machines without a GPU: the functions of the driver API
-//! that Cushion uses, with CUDA's names and parameters, over simulated devices.
+//! A stand-in for `libcuda.so.1`, for tests on machines without a GPU: the functions of the driver
+//! API that Cushion uses, with CUDA's names and parameters, over simulated devices.
 //!
-//! Link the shared library as `libcuda.so.1` in a folder, and name that folder in `LD_LIBRARY_PATH`. It also
-//! stands in for NVML (`nvml.rs`): link it there as `libnvidia-ml.so.1` too. A copy would be another machine. The
-//! environment says what kind of machine it is:
+//! Link the shared library as `libcuda.so.1` in a folder, and put that folder in `LD_LIBRARY_PATH`.
+//! It also stands in for NVML (`nvml.rs`): link it there as `libnvidia-ml.so.1` too. Use links, not
+//! copies: each copy would simulate its own machine. Environment variables configure the machine:
 //!
 //! | variable | meaning | default |
 //! |---|---|---|
-//! | `STANDIN_DEVICES` | how many devices there are; with 0, `cuInit` fails as CUDA's does | 1 |
-//! | `STANDIN_CAPACITY` | memory of each, in bytes | 1 GiB |
-//! | `STANDIN_HOST` | host memory that each may have pages in, in bytes | plenty |
-//! | `STANDIN_NUMA` | the NUMA node that each is next to; -1, as CUDA says where there are none | 0 |
-//! | `STANDIN_PEERS` | `all`, or pairs as in `1>0,0>1`: device 1 can reach memory of 0, and the reverse | none |
-//! | `STANDIN_WITHOUT` | what the devices do not support, as in `fabric,file,rdma,pages,host`; with `host@1`, device 1 alone | nothing |
-//! | `STANDIN_LENIENT` | with 1, calls on pages need no relaxed mode during a capture, as with CUDA | 0 |
+//! | `STANDIN_DEVICES` | the number of devices; with 0, `cuInit` fails like CUDA's | 1 |
+//! | `STANDIN_CAPACITY` | memory of each device, in bytes | 1 GiB |
+//! | `STANDIN_HOST` | host memory for pages of each device, in bytes | plenty |
+//! | `STANDIN_NUMA` | the NUMA node next to each device; -1 for a host without nodes | 0 |
+//! | `STANDIN_PEERS` | `all`, or pairs: `1>0` lets device 1 access memory of 0 | none |
+//! | `STANDIN_WITHOUT` | missing features: `fabric,file,rdma,pages,host`; `host@1`: on 1 | nothing |
+//! | `STANDIN_LENIENT` | 1 allows calls on pages during a capture in any mode, as CUDA does | 0 |
 //!
-//! It refuses what CUDA refuses, and more: a call without a current context, or with that of another
-//! device than it is for, and a call that is not made in relaxed mode while anything is captured.
-//! Any number is a stream of the device that is current, unless `cuStreamCreate` made it. Nothing runs: work on
-//! streams, captures, failures and the rest are told through the functions of `hooks.rs`, named
-//! `standin_*`.
+//! It refuses what CUDA refuses, and more: a call without a current context or with the context of
+//! another device, and a call outside relaxed mode while anything is captured. Any number is a
+//! stream of the current device, unless `cuStreamCreate` made it. Nothing runs: tests control work
+//! on streams, captures and failures through the functions of `hooks.rs`, named `standin_*`.
 
 mod contexts;
 mod gate;
@@ -34,19 +33,19 @@ use std::ffi::c_int;
 
 use cudarc::driver::sys::CUresult;
 
-/// What a function answers: CUDA's code, zero left out.
+/// The result of a function: CUDA's code, where zero is `Ok`.
 type Answer = Result<(), c_int>;
 
-/// Declares functions of the driver API, or of NVML. Each is counted, may be told to fail, and runs with the
-/// world locked.
+/// Declares functions of the driver API or of NVML. Each call is counted, may be made to fail, and
+/// runs with the world locked.
 macro_rules! driver_calls {
     ($(fn $name:ident($($argument:ident: $type:ty),* $(,)?) |$world:ident| $body:block)*) => {$(
         /// CUDA's function of this name.
         ///
         /// # Safety
         ///
-        /// As CUDA asks: every pointer is null, or points to what its parameter is for and stays so
-        /// for the time of the call.
+        /// As for CUDA: every pointer is null, or points to memory for its parameter that stays
+        /// valid during the call.
         #[unsafe(no_mangle)]
         unsafe extern "C" fn $name($($argument: $type),*) -> ::std::ffi::c_int {
             $crate::world::answer(stringify!($name), |$world| $body)

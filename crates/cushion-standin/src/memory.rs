@@ -7,10 +7,11 @@ use cushion_core::Driver;
 use cushion_core::driver::PageHandle;
 
 use crate::out::{In, Out};
-use crate::world::{PageKind, World, tagged, told};
+use crate::world::{PageKind, World, code_of, tagged};
 use crate::{INVALID_VALUE, NOT_SUPPORTED, driver_calls};
 
-/// The device that a page is asked for, and how. One in host memory is for the device that is current.
+/// Returns the device and the kind of a requested page. A page in host memory belongs to the
+/// current device.
 fn page_asked(world: &World, properties: &CUmemAllocationProp) -> Result<(usize, PageKind), c_int> {
     let id = properties.location.id;
     let (device, node) = match properties.location.type_ {
@@ -24,7 +25,7 @@ fn page_asked(world: &World, properties: &CUmemAllocationProp) -> Result<(usize,
     }
     let handles = properties.requestedHandleTypes.0;
     let rdma = properties.allocFlags.gpuDirectRDMACapable != 0;
-    let (refused_handles, refused_rdma, code) = world.refused_pages;
+    let (refused_handles, refused_rdma, code) = world.pages.refused;
     if handles & refused_handles != 0 || (rdma && refused_rdma) {
         return Err(code);
     }
@@ -38,7 +39,7 @@ fn size(bytes: usize) -> u64 {
 driver_calls! {
     fn cuMemGetInfo_v2(free: Out<usize>, total: Out<usize>) |world| {
         let device = world.current()?;
-        let info = told(world.devices[device].sim.memory_info())?;
+        let info = code_of(world.devices[device].sim.memory_info())?;
         free.give(usize::try_from(info.free).map_err(|_| INVALID_VALUE)?)?;
         total.give(usize::try_from(info.total).map_err(|_| INVALID_VALUE)?)
     }
@@ -54,7 +55,7 @@ driver_calls! {
         sim.place_alloc(bytes, place);
         let address = sim.alloc(bytes);
         sim.clear_placements();
-        let address = told(address)?;
+        let address = code_of(address)?;
         world.owners.insert(address, (bytes, device));
         out.give(address)
     }
@@ -62,7 +63,7 @@ driver_calls! {
     fn cuMemFree_v2(address: u64) |world| {
         world.current_outside_capture()?;
         let device = world.owner(address).ok_or(INVALID_VALUE)?;
-        told(world.devices[device].sim.free(address))?;
+        code_of(world.devices[device].sim.free(address))?;
         world.owners.remove(&address);
         Ok(())
     }
@@ -84,14 +85,14 @@ driver_calls! {
         sim.place_reserve(place);
         let address = sim.reserve(bytes);
         sim.clear_placements();
-        let address = told(address)?;
+        let address = code_of(address)?;
         world.owners.insert(address, (bytes, device));
         out.give(address)
     }
 
     fn cuMemAddressFree(address: u64, bytes: usize) |world| {
         let device = world.owner(address).ok_or(INVALID_VALUE)?;
-        told(world.expect_current(device)?.unreserve(address, size(bytes)))?;
+        code_of(world.expect_current(device)?.unreserve(address, size(bytes)))?;
         world.owners.remove(&address);
         Ok(())
     }
@@ -119,15 +120,15 @@ driver_calls! {
         let sim = world.expect_current(device)?;
         let bytes = size(bytes);
         let page = if kind.node.is_some() { sim.create_host(bytes) } else { sim.create(bytes) };
-        let page = tagged(device, told(page)?.0);
-        world.page_kinds.insert(page, kind);
+        let page = tagged(device, code_of(page)?.0);
+        world.pages.kinds.insert(page, kind);
         out.give(page)
     }
 
     fn cuMemRelease(page: u64) |world| {
         let (device, number) = world.untag(page)?;
-        told(world.expect_current(device)?.release(PageHandle(number)))?;
-        world.page_kinds.remove(&page);
+        code_of(world.expect_current(device)?.release(PageHandle(number)))?;
+        world.pages.kinds.remove(&page);
         Ok(())
     }
 
@@ -136,7 +137,7 @@ driver_calls! {
         if offset != 0 || flags != 0 {
             return Err(NOT_SUPPORTED);
         }
-        told(world.expect_current(device)?.map(address, size(bytes), PageHandle(number)))
+        code_of(world.expect_current(device)?.map(address, size(bytes), PageHandle(number)))
     }
 
     fn cuMemSetAccess(
@@ -157,7 +158,7 @@ driver_calls! {
             }
             granted |= 1 << reader;
         }
-        told(world.expect_current(device)?.set_access(address, size(bytes)))?;
+        code_of(world.expect_current(device)?.set_access(address, size(bytes)))?;
         world.devices[device].access.insert(address, (size(bytes), granted));
         Ok(())
     }
@@ -165,7 +166,7 @@ driver_calls! {
     fn cuMemUnmap(address: u64, bytes: usize) |world| {
         let device = world.owner(address).ok_or(INVALID_VALUE)?;
         let bytes = size(bytes);
-        told(world.expect_current(device)?.unmap(address, bytes))?;
+        code_of(world.expect_current(device)?.unmap(address, bytes))?;
         let access = &mut world.devices[device].access;
         access.retain(|&start, _| start < address || start - address >= bytes);
         Ok(())

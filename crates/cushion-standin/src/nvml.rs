@@ -1,7 +1,8 @@
-//! NVML: which processes hold memory of a device.
+//! NVML: the processes that hold memory of a device.
 //!
-//! Cushion asks by UUID, and PyTorch, which makes a message of its own, by PCI address and with the oldest
-//! entries. PyTorch also looks for some functions that it does not call here, and ends if they are missing.
+//! Cushion looks a device up by UUID. PyTorch, which writes a message of its own, looks it up by
+//! PCI address and uses the oldest entries. PyTorch also looks for some functions that it does not
+//! call here, and aborts if they are missing.
 
 use std::ffi::{c_char, c_int, c_uint};
 use std::ptr::without_provenance_mut;
@@ -17,14 +18,14 @@ const NOT_SUPPORTED: c_int = 3;
 const NOT_FOUND: c_int = 6;
 const INSUFFICIENT_SIZE: c_int = 7;
 
-/// A device, by its number and this, so that none is null.
+/// The handle of a device: [`HANDLES`] plus a multiple of its number, so that none is null.
 type Handle = *mut ();
 const HANDLES: usize = 0xe0_0000;
 
 /// How the library answers.
 pub(crate) struct Nvml {
     initialised: bool,
-    /// The number of this process, if it is told another than its own.
+    /// The reported ID of this process, if it is not the real one.
     pub(crate) own_pid: Option<c_uint>,
     /// The size of an entry of the newest function, in words of eight bytes.
     pub(crate) entry_words: c_uint,
@@ -37,7 +38,7 @@ impl Default for Nvml {
     }
 }
 
-/// What names a device everywhere. The stand-in for CUDA's runtime says the same.
+/// Returns the UUID of a device. The stand-in for CUDA's runtime returns the same.
 pub(crate) fn uuid(device: usize) -> [u8; 16] {
     [u8::try_from(0xa0 + device).unwrap_or(0xff); 16]
 }
@@ -64,14 +65,14 @@ fn ready(world: &World) -> Result<(), c_int> {
     if world.nvml.initialised { Ok(()) } else { Err(UNINITIALIZED) }
 }
 
-/// Gives the first device that `is` the one asked for.
+/// Returns the first device for which `is` holds.
 fn find(world: &World, out: &Out<Handle>, is: impl Fn(usize) -> bool) -> Result<(), c_int> {
     ready(world)?;
     let found = (0..world.devices.len()).find(|&device| is(device)).ok_or(NOT_FOUND)?;
     out.give(handle(found))
 }
 
-/// Gives an entry of so many words for each process that has a context on a device.
+/// Writes one entry of `words` words for each process that has a context on a device.
 fn give(
     world: &World,
     device: Handle,
@@ -95,7 +96,7 @@ fn give(
     }
     let mut written = Vec::new();
     for (pid, bytes) in all {
-        // Nobody writes to the four bytes behind the number; the rest is what it is without MIG.
+        // The four bytes after the ID are never written; the rest is as without MIG.
         let [a, b, c, d] = pid.to_ne_bytes();
         let first = u64::from_ne_bytes([a, b, c, d, 0x5a, 0x5a, 0x5a, 0x5a]);
         written.extend_from_slice(&[first, bytes, u64::MAX, 0][..words]);
@@ -126,7 +127,8 @@ driver_calls! {
     // ---- what PyTorch looks for ----
 
     fn nvmlDeviceGetHandleByPciBusId_v2(text: In<c_char>, out: Out<Handle>) |world| {
-        // Domain, bus and device, as in 00000000:01:00.0; the stand-in for CUDA's runtime numbers buses from 1.
+        // Domain, bus and device, as in 00000000:01:00.0; the stand-in for CUDA's runtime numbers
+        // buses from 1.
         let text = text.text().ok_or(INVALID_ARGUMENT)?;
         let bus = text.split(':').nth(1).and_then(|bus| usize::from_str_radix(bus, 16).ok());
         find(world, &out, |device| bus == Some(device + 1))

@@ -1,11 +1,11 @@
-//! Pointers that C passes: where results go, and what is read.
+//! Pointers that C passes: for results and for input.
 
 use std::ffi::{CStr, c_char, c_int};
 
 use crate::{Answer, INVALID_VALUE};
 
-/// Where a result goes. Only a C caller makes one, as an argument of a function whose `# Safety`
-/// section says what it must be.
+/// A result pointer. Only a C caller makes one, as an argument of a function whose `# Safety`
+/// section states the conditions.
 #[repr(transparent)]
 pub(crate) struct Out<T>(*mut T);
 
@@ -18,20 +18,20 @@ impl<T> Out<T> {
         if self.0.is_null() {
             return Err(INVALID_VALUE);
         }
-        // SAFETY: not null, so the caller has made it point to a place for a `T`. Results leave
-        // through C pointers only.
+        // SAFETY: the pointer is not null, so the caller guarantees that it points to memory for a
+        // `T`.
         unsafe { self.0.write(value) };
         Ok(())
     }
 
-    /// As [`give`](Self::give), if the caller asked for it.
+    /// Does as [`give`](Self::give), unless the pointer is null.
     pub(crate) fn give_if_asked(&self, value: T) {
         if !self.is_null() {
             let _ = self.give(value);
         }
     }
 
-    /// What is there now.
+    /// Returns the present value.
     pub(crate) fn get(&self) -> Result<T, c_int>
     where
         T: Copy,
@@ -39,7 +39,7 @@ impl<T> Out<T> {
         if self.0.is_null() {
             return Err(INVALID_VALUE);
         }
-        // SAFETY: not null, so the caller has made it point to a `T`. C passes it this way.
+        // SAFETY: the pointer is not null, so the caller guarantees that it points to a `T`.
         Ok(unsafe { self.0.read() })
     }
 
@@ -51,14 +51,15 @@ impl<T> Out<T> {
         if self.0.is_null() {
             return Err(INVALID_VALUE);
         }
-        // SAFETY: not null, so the caller has made it point to an array with the room that it told;
-        // `values` was cut to that by the function. It is Rust's own memory, so they do not overlap.
+        // SAFETY: the pointer is not null, so the caller guarantees an array with the room that it
+        // stated; the function has cut `values` to that. `values` is memory of Rust's, so they do
+        // not overlap.
         unsafe { self.0.copy_from_nonoverlapping(values.as_ptr(), values.len()) };
         Ok(())
     }
 }
 
-/// What is read, likewise.
+/// An input pointer. The same conditions apply.
 #[repr(transparent)]
 pub(crate) struct In<T>(*const T);
 
@@ -67,17 +68,17 @@ impl<T: Copy> In<T> {
         if self.0.is_null() {
             return Err(INVALID_VALUE);
         }
-        // SAFETY: not null, so the caller has made it point to a `T`. C passes it this way.
+        // SAFETY: the pointer is not null, so the caller guarantees that it points to a `T`.
         Ok(unsafe { self.0.read() })
     }
 
-    /// An array of as many as the caller told.
+    /// Returns an array of `count` values.
     pub(crate) fn get_all(&self, count: usize) -> Result<Vec<T>, c_int> {
         if self.0.is_null() {
             return Err(INVALID_VALUE);
         }
-        // SAFETY: not null, so the caller has made it point to an array of `count`. It is copied
-        // before the function ends.
+        // SAFETY: the pointer is not null, so the caller guarantees an array of `count`. It is
+        // copied before the function returns.
         Ok(unsafe { std::slice::from_raw_parts(self.0, count) }.to_vec())
     }
 }
@@ -87,8 +88,8 @@ impl In<c_char> {
         if self.0.is_null() {
             return None;
         }
-        // SAFETY: not null, so the caller has made it point to a text that ends in a zero byte. It is
-        // copied before the function ends.
+        // SAFETY: the pointer is not null, so the caller guarantees a text that ends in a zero
+        // byte. It is copied before the function returns.
         let text = unsafe { CStr::from_ptr(self.0) };
         Some(text.to_string_lossy().into_owned())
     }

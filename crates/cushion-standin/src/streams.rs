@@ -8,18 +8,18 @@ use cushion_core::Driver;
 use cushion_core::driver::{EventId, NodeId};
 
 use crate::out::Out;
-use crate::world::{World, tagged, told};
+use crate::world::{World, code_of, tagged};
 use crate::{CAPTURE_IMPLICIT, INVALID_HANDLE, INVALID_VALUE, NOT_READY, driver_calls};
 
 type Stream = *mut ();
 type Event = *mut ();
 type Node = *mut ();
 
-/// Streams made here start at this number, far from those that tests make up.
+/// Streams made here start at this number, far from the numbers that tests use.
 const FIRST_STREAM: u64 = 0x57_0000;
 
 thread_local! {
-    /// The nodes that the last answer about a capture pointed to: they stay until the next.
+    /// The nodes that the last capture query returned; they stay until the next query.
     static NODES: RefCell<Vec<Node>> = const { RefCell::new(Vec::new()) };
 }
 
@@ -35,24 +35,24 @@ fn event(world: &World, event: Event) -> Result<(usize, EventId), c_int> {
 driver_calls! {
     fn cuStreamCreate(out: Out<Stream>, _flags: c_uint) |world| {
         let device = world.current()?;
-        let made = world.streams.len() + world.destroyed.len();
+        let made = world.streams.made.len() + world.streams.destroyed.len();
         let stream = FIRST_STREAM + 16 * made as u64;
         out.give(pointer(stream))?;
-        world.streams.insert(stream, device);
+        world.streams.made.insert(stream, device);
         Ok(())
     }
 
     fn cuStreamDestroy_v2(stream: Stream) |world| {
         let (_, stream) = world.stream(stream)?;
-        world.streams.remove(&stream.0).ok_or(INVALID_HANDLE)?;
-        world.destroyed.insert(stream.0);
+        world.streams.made.remove(&stream.0).ok_or(INVALID_HANDLE)?;
+        world.streams.destroyed.insert(stream.0);
         Ok(())
     }
 
     fn cuStreamSynchronize(stream: Stream) |world| {
         world.current_outside_capture()?;
         let (device, stream) = world.stream(stream)?;
-        told(world.devices[device].sim.stream_synchronize(stream))
+        code_of(world.devices[device].sim.stream_synchronize(stream))
     }
 
     fn cuStreamGetCaptureInfo_v2(
@@ -67,12 +67,12 @@ driver_calls! {
         const INVALIDATED: c_int = 2;
         let (device, stream) = world.stream(stream)?;
         graph.give_if_asked(null_mut());
-        match world.odd_captures.get(&stream.0) {
+        match world.streams.odd_captures.get(&stream.0) {
             Some(&INVALIDATED) => return status.give(INVALIDATED),
             Some(_) => return Err(CAPTURE_IMPLICIT),
             None => {}
         }
-        let Some(capture) = told(world.devices[device].sim.capture(stream))? else {
+        let Some(capture) = code_of(world.devices[device].sim.capture(stream))? else {
             return status.give(0);
         };
         status.give(ACTIVE)?;
@@ -88,7 +88,7 @@ driver_calls! {
 
     fn cuGraphNodeGetDependencies(node: Node, nodes: Out<Node>, length: Out<usize>) |world| {
         let (device, node) = world.untag(node.addr() as u64)?;
-        let follows = told(world.devices[device].sim.dependencies(NodeId(node)))?;
+        let follows = code_of(world.devices[device].sim.dependencies(NodeId(node)))?;
         let mut follows: Vec<Node> =
             follows.iter().map(|node| pointer(tagged(device, node.0))).collect();
         if !nodes.is_null() {
@@ -103,13 +103,13 @@ driver_calls! {
         if out.is_null() {
             return Err(INVALID_VALUE);
         }
-        let event = told(world.devices[device].sim.event_create())?;
+        let event = code_of(world.devices[device].sim.event_create())?;
         out.give(pointer(tagged(device, event.0)))
     }
 
     fn cuEventDestroy_v2(event: Event) |world| {
         let (device, event) = self::event(world, event)?;
-        told(world.devices[device].sim.event_destroy(event))
+        code_of(world.devices[device].sim.event_destroy(event))
     }
 
     fn cuEventRecord(event: Event, stream: Stream) |world| {
@@ -118,13 +118,13 @@ driver_calls! {
         if owner != device {
             return Err(INVALID_HANDLE);
         }
-        told(world.devices[device].sim.event_record(event, stream))
+        code_of(world.devices[device].sim.event_record(event, stream))
     }
 
     fn cuEventQuery(event: Event) |world| {
         world.current_outside_capture()?;
         let (device, event) = self::event(world, event)?;
-        match told(world.devices[device].sim.event_query(event))? {
+        match code_of(world.devices[device].sim.event_query(event))? {
             true => Ok(()),
             false => Err(NOT_READY),
         }
@@ -133,6 +133,6 @@ driver_calls! {
     fn cuEventSynchronize(event: Event) |world| {
         world.current_outside_capture()?;
         let (device, event) = self::event(world, event)?;
-        told(world.devices[device].sim.event_synchronize(event))
+        code_of(world.devices[device].sim.event_synchronize(event))
     }
 }

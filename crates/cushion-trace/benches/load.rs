@@ -1,9 +1,9 @@
-//! How fast snapshots of a gibibyte are read, and how much memory that takes.
+//! Measures the speed and the memory of reading snapshots of one gibibyte.
 //!
-//! The file is written as it is read, as Python's pickle (protocol 4) or `json.dump` would write it:
-//! the events of a shipped trace over and over, with and without stacks. Each row is a process of its
-//! own, so that its peak of memory (`VmHWM`) is the reader's, with the few megabytes of the events to
-//! be repeated. The last column is the peak once the trace was replayed too.
+//! The input repeats the events of a shipped trace, with and without stacks, in the form of
+//! Python's pickle (protocol 4) and `json.dump`. It is generated while it is read. Each row runs in
+//! its own process, so its memory peak (`VmHWM`) is that of the reader plus a few megabytes for the
+//! repeated events. The last column is the peak after a replay of the trace.
 
 #![expect(clippy::print_stdout, reason = "the bench's table is its output")]
 #![expect(clippy::disallowed_methods, reason = "a bench measures real time")]
@@ -16,11 +16,11 @@ use std::time::Instant;
 use cushion_core::Ladder;
 use cushion_trace::{Event, Limits, Program, ReplayConfig, open, read, replay};
 
-/// About how long each file is.
+/// The approximate length of each file.
 const FILE_BYTES: usize = 1 << 30;
-/// Python fills a list in batches of this many.
+/// The number of items that Python appends to a list at once.
 const BATCH: usize = 1000;
-/// How many events are repeated: few enough that writing them out takes little memory.
+/// The number of events that are repeated; few enough to take little memory.
 const EVENTS: usize = 10_000;
 const TRACE: &str = "../../tests/traces/vision_multires.pickle.gz";
 
@@ -53,7 +53,7 @@ fn main() {
     }
 }
 
-#[expect(clippy::cast_precision_loss, reason = "figures for people")]
+#[expect(clippy::cast_precision_loss, reason = "figures for display")]
 fn one(kind: &str, write: Write) {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(TRACE);
     let trace = open(&path, &Limits::default()).expect("a readable trace");
@@ -84,14 +84,14 @@ fn one(kind: &str, write: Write) {
     );
 }
 
-/// The most memory this process ever held, where the system tells.
+/// Returns the peak memory of this process, if the system reports it.
 fn peak_memory() -> Option<u64> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
     let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
     line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok().map(|kilobytes| kilobytes * 1024)
 }
 
-/// A file with a body that comes many times.
+/// A file with a repeated body.
 struct Repeated {
     head: Vec<u8>,
     body: Vec<u8>,
@@ -126,7 +126,7 @@ impl Read for Repeated {
     }
 }
 
-/// Frames, and which of them the stack of an event has: some hundred stacks with common callers.
+/// The number of distinct frames. Stacks are made of them: some hundred, with common callers.
 const FRAMES: usize = 300;
 
 fn frame(number: usize) -> (String, String, usize) {
@@ -149,59 +149,27 @@ fn stack(number: usize) -> impl Iterator<Item = usize> {
 fn pickle(events: &[Event], stacks: bool) -> Repeated {
     let mut head = b"\x80\x04}\x94(".to_vec();
     let mut memo = Memo(1);
-    let mut body = Vec::new();
-    // The frames come first here; Python writes each where it is met first.
-    let first_frame = {
-        memo.text(&mut head, "frame_table");
-        head.extend_from_slice(b"]\x94(");
-        memo.0 += 1;
-        let keys = ["name", "filename", "line"].map(|key| {
-            let number = memo.0;
-            memo.text(&mut head, key);
-            number
-        });
-        // Items of the list so far: keep only the keys' numbers.
-        let first = memo.0;
-        for number in 0..FRAMES {
-            let (name, file, line) = frame(number);
-            head.extend_from_slice(b"}(");
-            for (key, text) in [(keys[0], name), (keys[1], file)] {
-                get(&mut head, key);
-                head.extend_from_slice(&[0x8c, u8::try_from(text.len()).expect("short")]);
-                head.extend_from_slice(text.as_bytes());
-            }
-            get(&mut head, keys[2]);
-            int(&mut head, line as u64);
-            head.extend_from_slice(b"u\x94");
-            memo.0 += 1;
-        }
-        head.push(b'e');
-        first
-    };
-    let key = |head: &mut Vec<u8>, memo: &mut Memo, text: &str| {
-        let number = memo.0;
-        memo.text(head, text);
-        number
-    };
-    // A list of words, so that each has its number before the events come.
-    key(&mut head, &mut memo, "words");
+    let first_frame = put_frames(&mut head, &mut memo);
+    // A list of words, so that each has a memo number before the events.
+    memo.text(&mut head, "words");
     head.extend_from_slice(b"]\x94(");
     memo.0 += 1;
     let words = ["action", "addr", "size", "stream", "time_us", "frames"]
-        .map(|word| key(&mut head, &mut memo, word));
+        .map(|word| memo.text(&mut head, word));
     let mut actions: Vec<(&str, u32)> = Vec::new();
     for event in events {
         let name = event.action.name();
         if !actions.iter().any(|(known, _)| *known == name) {
-            actions.push((name, key(&mut head, &mut memo, name)));
+            actions.push((name, memo.text(&mut head, name)));
         }
     }
     head.push(b'e');
-    key(&mut head, &mut memo, "segments");
+    memo.text(&mut head, "segments");
     head.extend_from_slice(b"]\x94");
     memo.0 += 1;
-    key(&mut head, &mut memo, "device_traces");
+    memo.text(&mut head, "device_traces");
     head.extend_from_slice(b"]\x94]\x94");
+    let mut body = Vec::new();
     for batch in events.as_chunks::<BATCH>().0 {
         body.push(b'(');
         for (number, event) in batch.iter().enumerate() {
@@ -229,15 +197,42 @@ fn pickle(events: &[Event], stacks: bool) -> Repeated {
     Repeated::new(head, body, b"au.")
 }
 
+/// Writes all frames before the events; Python writes each at its first use. Returns the memo
+/// number of the first frame.
+fn put_frames(head: &mut Vec<u8>, memo: &mut Memo) -> u32 {
+    memo.text(head, "frame_table");
+    head.extend_from_slice(b"]\x94(");
+    memo.0 += 1;
+    let keys = ["name", "filename", "line"].map(|key| memo.text(head, key));
+    let first = memo.0;
+    for number in 0..FRAMES {
+        let (name, file, line) = frame(number);
+        head.extend_from_slice(b"}(");
+        for (key, text) in [(keys[0], name), (keys[1], file)] {
+            get(head, key);
+            head.extend_from_slice(&[0x8c, u8::try_from(text.len()).expect("short")]);
+            head.extend_from_slice(text.as_bytes());
+        }
+        get(head, keys[2]);
+        int(head, line as u64);
+        head.extend_from_slice(b"u\x94");
+        memo.0 += 1;
+    }
+    head.push(b'e');
+    first
+}
+
 /// The number of the next entry in the pickle's memo.
 struct Memo(u32);
 
 impl Memo {
-    fn text(&mut self, bytes: &mut Vec<u8>, text: &str) {
+    /// Writes a text and returns its memo number.
+    fn text(&mut self, bytes: &mut Vec<u8>, text: &str) -> u32 {
         bytes.extend_from_slice(&[0x8c, u8::try_from(text.len()).expect("short")]);
         bytes.extend_from_slice(text.as_bytes());
         bytes.push(0x94);
         self.0 += 1;
+        self.0 - 1
     }
 }
 
@@ -261,7 +256,7 @@ fn int(bytes: &mut Vec<u8>, int: u64) {
         bytes.push(b'J');
         bytes.extend_from_slice(&int.to_le_bytes());
     } else {
-        // As few bytes as leave the sign bit clear.
+        // The fewest bytes that leave the sign bit clear.
         let len = 8 - int.leading_zeros() as usize / 8
             + usize::from(int.leading_zeros().is_multiple_of(8));
         let wide = u128::from(int).to_le_bytes();

@@ -1,7 +1,7 @@
-//! How fast recorded programs run on the engine, loading aside.
+//! Measures the speed of replays, without the time to read a trace.
 //!
-//! `make bench` runs it on the traces in `tests/traces`; `make bench TRACES=FOLDER` on others. Each
-//! row is the median of several runs, as events of the trace per second.
+//! `make bench` uses the traces in `tests/traces`; `make bench TRACES=FOLDER` uses those of a
+//! folder. Each row is the median of several replays, in events of the trace per second.
 
 #![expect(clippy::print_stdout, reason = "the bench's table is its output")]
 #![expect(clippy::disallowed_methods, reason = "a bench measures real time")]
@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use cushion_core::{Ladder, Policy};
 use cushion_trace::{Limits, Program, ReplayConfig, open, replay};
 
-/// Runs per row.
+/// The number of replays per row.
 const RUNS: usize = 9;
 
 fn main() {

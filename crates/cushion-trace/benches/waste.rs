@@ -1,9 +1,10 @@
-//! How much memory `paged` wastes, and what it asks of the driver, as against `expandable`.
+//! Compares the wasted memory and the driver calls of `paged` with those of `expandable`.
 //!
-//! `cargo bench -p cushion-trace --bench waste -- TRACE...` replays each trace with no limit. Small changes of the page
-//! size move the result by chance, so each trace runs with nine sizes (72 to 88 MiB in steps of 2, where 80 is
-//! the default), and the median is shown with the least and the most. The excess is peak
-//! reserved over peak live; driver time is priced by the simulator, as a multiple of `expandable`'s.
+//! `cargo bench -p cushion-trace --bench waste -- TRACE...` replays each trace without a limit.
+//! Small changes of the page size move the result at random, so each trace runs with nine sizes (72
+//! to 88 MiB in steps of 2, around the default of 80). The table has the median, the minimum and
+//! the maximum. Excess is peak reserved over peak live bytes. Driver time is the simulator's cost
+//! as a multiple of the cost under `expandable`.
 
 #![expect(clippy::print_stdout, reason = "the bench's table is its output")]
 
@@ -35,7 +36,7 @@ fn main() {
     println!("mean of the medians {:.4}", sum / traces.len().max(1) as f64);
 }
 
-#[expect(clippy::cast_precision_loss, reason = "figures for people")]
+#[expect(clippy::cast_precision_loss, reason = "figures for display")]
 fn one(path: &Path) -> f64 {
     let snapshot = open(path, &Limits::default()).expect("a readable trace");
     let program = Program::of(&snapshot, 0);
@@ -57,13 +58,14 @@ fn one(path: &Path) -> f64 {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     let name = name.trim_end_matches(".pickle.gz");
     println!(
-        "{name:<34} {floor:>7.4} {:>10.4} {paged:>7.4} [{least:.4} {most:.4}] {driver:>6.2}x [{fewest:.2} {highest:.2}] {last:.3} {latest:.3}",
+        "{name:<34} {floor:>7.4} {:>10.4} {paged:>7.4} [{least:.4} {most:.4}] {driver:>6.2}x \
+         [{fewest:.2} {highest:.2}] {last:.3} {latest:.3}",
         excess(&expandable),
     );
     paged
 }
 
-/// The median, the least and the most.
+/// Returns the median, the minimum and the maximum.
 fn spread(figures: impl Iterator<Item = f64>) -> (f64, f64, f64) {
     let mut figures: Vec<f64> = figures.collect();
     figures.sort_by(f64::total_cmp);

@@ -1,4 +1,4 @@
-//! The least a trace needs: under any allocator, and under each policy.
+//! The least memory that a trace needs, under any allocator and under each policy.
 
 #[cfg(test)]
 mod tests {
@@ -21,14 +21,14 @@ mod tests {
     }
 
     #[test]
-    fn with_the_smallest_capacity_it_passes_and_with_a_step_less_it_does_not() {
+    fn the_smallest_capacity_is_enough_and_one_step_less_is_not() {
         for name in ["stream_offload", "graphs_serving", "vision_multires.midrun"] {
             let program = program(name);
             for policy in Policy::ALL {
                 let mut runs = 0;
                 let smallest =
                     min_capacity(&program, &config(policy), |done, _| runs = done).unwrap();
-                let smallest = smallest.expect("a device that is large enough");
+                let smallest = smallest.expect("some device is large enough");
                 assert!(runs > 2, "{name}, {policy}");
                 assert_eq!(smallest % CAPACITY_STEP, 0);
                 assert!(
@@ -45,14 +45,14 @@ mod tests {
         }
     }
 
-    /// PyTorch itself ended in OOM at 21.5, 22.5 and 24 GiB, and finished at 27; with expandable
-    /// segments it finished at 21.5.
+    /// PyTorch ran out of memory at 21.5, 22.5 and 24 GiB and finished at 27 GiB; with expandable
+    /// segments it finished at 21.5 GiB.
     #[test]
-    fn the_run_that_died_needs_what_pytorch_needed() {
+    fn a_run_that_ran_out_of_memory_needs_as_much_as_in_pytorch() {
         let program = program("llama_varlen.capped24");
         let smallest = |policy| {
             let found = min_capacity(&program, &config(policy), |_, _| {}).unwrap();
-            found.expect("a device that is large enough")
+            found.expect("some device is large enough")
         };
         let segments = smallest(Policy::Segments);
         assert!((24 * GIB..27 * GIB).contains(&segments), "{segments}");
@@ -60,24 +60,24 @@ mod tests {
     }
 
     #[test]
-    fn the_floor_is_live_memory_and_what_private_pools_keep() {
-        // One stream, no private pool: the peak of live, rounded.
+    fn the_floor_is_live_memory_plus_the_peaks_of_private_pools() {
+        // One stream and no private pool: the peak of live bytes, rounded.
         let plain = program("vision_multires");
         let outcome = replay(&plain, &config(Policy::Segments)).unwrap();
         let floor = plain.floor_bytes(false);
         assert!(floor >= outcome.live_peak && floor < outcome.live_peak + 2 * MIB, "{floor}");
-        // Nine graphs in one private pool: its own high water counts beside what is live elsewhere.
+        // Nine graphs in one private pool: its peak counts in addition to other live bytes.
         let graphs = program("graphs_serving");
         let outcome = replay(&graphs, &config(Policy::Segments)).unwrap();
         let floor = graphs.floor_bytes(false);
         assert_eq!((outcome.live_peak, floor), (4_442_463_248, 4_589_395_968));
-        // A request that PyTorch refused counts if it is to be served.
+        // A request that PyTorch refused counts only if it must be served.
         let capped = program("llama_varlen.capped24");
         assert!(capped.floor_bytes(true) > capped.floor_bytes(false));
     }
 
     #[test]
-    fn peaks_are_at_the_events_told() {
+    fn peaks_are_at_the_reported_events() {
         #[derive(Default)]
         struct Peaks {
             live: (u64, u64),
@@ -106,7 +106,8 @@ mod tests {
         assert_eq!(state.snapshot.reserved, outcome.reserved_peak);
         for segment in &state.snapshot.segments {
             for block in segment.blocks.iter().filter(|b| b.use_ == cushion_core::BlockUse::Live) {
-                let event = state.allocated_by[&block.address].expect("nothing was there before");
+                let event =
+                    state.allocated_by[&block.address].expect("the trace begins with the run");
                 assert!(event <= peaks.reserved.0);
             }
         }

@@ -1,5 +1,5 @@
-//! A short, repeatable run of the fuzz targets: every file of their corpus as it is, then damaged in
-//! many ways. `make fuzz` runs them for as long as one likes.
+//! A short, repeatable run of the fuzz targets: every file of their corpus unchanged, then damaged
+//! in many ways. `make fuzz` runs the targets for any length of time.
 
 #[path = "../../../fuzz/bodies.rs"]
 mod bodies;
@@ -13,7 +13,7 @@ mod tests {
 
     use super::bodies;
 
-    /// Damaged inputs per target.
+    /// The number of damaged inputs per target.
     const INPUTS: u64 = 20_000;
 
     fn corpus(target: &str) -> Vec<(String, Vec<u8>)> {
@@ -28,7 +28,7 @@ mod tests {
         files
     }
 
-    /// A small generator of numbers, so that a failure can be had again.
+    /// A deterministic random source, so that a failure can be repeated.
     struct Dice(Random);
 
     impl Dice {
@@ -40,7 +40,7 @@ mod tests {
             u8::try_from(self.roll(256)).unwrap()
         }
 
-        /// One way of damaging bytes; `other` is another file of the corpus.
+        /// Damages bytes in one of several ways. `other` is another file of the corpus.
         fn damage(&mut self, bytes: &mut Vec<u8>, other: &[u8]) {
             let at = self.roll(bytes.len());
             let len = 1 + self.roll(16);
@@ -51,9 +51,9 @@ mod tests {
                 2 => bytes.truncate(at),
                 3 => drop(bytes.drain(at..end)),
                 4 => {
-                    let piece = bytes[at..end].to_vec();
+                    let copy = bytes[at..end].to_vec();
                     let to = self.roll(bytes.len());
-                    bytes.splice(to..to, piece);
+                    bytes.splice(to..to, copy);
                 }
                 5 => {
                     let byte = self.byte();
@@ -65,7 +65,7 @@ mod tests {
                     bytes.splice(at..at, other[from..upto].iter().copied());
                 }
                 7 => bytes[at..end].fill([0, 0x7f, 0x80, 0xff][self.roll(4)]),
-                // A run long enough to nest deeply or to overflow a length.
+                // A repeated byte, enough for deep nesting or a length that overflows.
                 _ => {
                     let byte = bytes.get(at).copied().unwrap_or(b'[');
                     bytes.splice(at..at, vec![byte; 20 * len]);
@@ -95,7 +95,7 @@ mod tests {
     }
 
     #[test]
-    fn every_target_is_run() {
+    fn every_target_is_known() {
         let names = bodies::TARGETS;
         assert_eq!(names, ["pickle", "json", "rmm", "own", "open", "receipts"]);
     }

@@ -1,4 +1,4 @@
-//! Traces that no allocator could have made: replay must answer, not panic.
+//! Traces that no allocator could have made. A replay of them must not panic.
 
 #[cfg(test)]
 mod tests {
@@ -9,7 +9,7 @@ mod tests {
     };
     use proptest::prelude::*;
 
-    /// Few addresses, so that events meet: some real, some at the edges of what there is.
+    /// Few addresses, so that events overlap: some realistic, some extreme.
     fn addresses() -> impl Strategy<Value = u64> {
         prop_oneof![
             8 => (0_u64..40).prop_map(|n| 0x7f00_0000_0000 + n * (1 << 20)),
@@ -30,7 +30,7 @@ mod tests {
         ]
     }
 
-    /// A tebibyte is half a million pages to put back: seldom.
+    /// A tebibyte is half a million pages to restore, so it is rare.
     fn segment_sizes() -> impl Strategy<Value = u64> {
         prop_oneof![
             60 => sizes().prop_filter("pages take time", |&size| size != 1 << 40),
@@ -65,7 +65,7 @@ mod tests {
             |(action, addr, size, stream, pool)| Event {
                 action,
                 addr,
-                // What is unmapped was there before.
+                // Unmapped memory counts as held before, so its size is limited.
                 size: if action == Action::SegmentUnmap { size % (1 << 36) } else { size },
                 stream,
                 time_us: 0,
@@ -137,8 +137,9 @@ mod tests {
                 .into_iter()
                 .map(|event| Event { pool: event.pool.filter(|_| named), ..event })
                 .collect();
-            let snapshot =
-                Snapshot { segments, devices: vec![events.into_iter().collect()], settings, stacks: Stacks::default(), origin: Origin::Torch };
+            let devices = vec![events.into_iter().collect()];
+            let (stacks, origin) = (Stacks::default(), Origin::Torch);
+            let snapshot = Snapshot { segments, devices, settings, stacks, origin };
             let program = Program::of(&snapshot, 0);
             for policy in Policy::ALL {
                 for ladder in [Ladder::Torch, Ladder::Graceful] {
@@ -146,9 +147,10 @@ mod tests {
                     let outcome = replay(&program, &config);
                     prop_assert!(outcome.is_ok(), "{:?}", outcome);
                 }
-                let config = ReplayConfig { policy, ladder: Ladder::Torch, capacity, options: None };
+                let ladder = Ladder::Torch;
+                let config = ReplayConfig { policy, ladder, capacity, options: None };
                 prop_assert!(state_at(&program, &config, 50).is_ok());
-                // It runs the program many times: now and then is enough.
+                // This replays the program many times, so few cases do it.
                 if capacity.is_some_and(|capacity| capacity % 32 == 0) {
                     let smallest = min_capacity(&program, &config, |_, _| {});
                     prop_assert!(smallest.is_ok(), "{:?}", smallest);

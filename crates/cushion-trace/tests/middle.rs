@@ -1,5 +1,5 @@
-//! Traces that begin in the middle of a run: the last part of a trace, with the segments of its end, is
-//! what PyTorch's ring of events leaves of a long run.
+//! Traces that begin in the middle of a run. PyTorch keeps the last events in a ring, so the trace
+//! of a long run has the last events and the final segments.
 
 #[cfg(test)]
 mod tests {
@@ -17,7 +17,7 @@ mod tests {
         open(&path, &Limits::default()).unwrap()
     }
 
-    /// The trace without its first events.
+    /// Returns the trace without its first events.
     fn without_first(snapshot: &Snapshot, events: usize) -> Snapshot {
         let mut last = snapshot.clone();
         last.devices[0] = snapshot.devices[0].iter_from(events).collect();
@@ -33,19 +33,20 @@ mod tests {
     }
 
     #[test]
-    fn a_run_recorded_from_its_middle_goes_on_at_pytorchs_addresses() {
+    fn a_trace_from_the_middle_of_a_run_follows_pytorchs_addresses() {
         let program = Program::of(&snapshot("vision_multires.midrun"), 0);
         assert!(program.begins_in_the_middle());
         let outcome = follow(&program, None);
         assert_eq!(outcome.difference, None);
         assert_eq!((outcome.same_address, program.allocs), (Some(6_243), 6_243));
-        // What PyTorch reported for the whole run; its peaks lie in the part that was recorded.
+        // The figures that PyTorch reported for the whole run. Its peaks are in the recorded
+        // events.
         assert_eq!(outcome.live_peak, 10_044_266_512);
         assert_eq!(outcome.reserved_peak, 14_141_095_936);
     }
 
     #[test]
-    fn real_workloads_go_on_from_any_cut() {
+    fn real_workloads_follow_pytorch_from_any_cut() {
         for (name, capacity) in [
             ("vision_multires", None),
             ("vision_multires.expandable", None),
@@ -65,9 +66,9 @@ mod tests {
         }
     }
 
-    /// Whatever the cut, the run from it ends as the whole run does.
+    /// A replay from any cut ends in the state of the whole replay.
     #[test]
-    fn the_rest_of_a_run_ends_in_the_same_state() {
+    fn a_cut_trace_ends_in_the_same_state() {
         for name in ["stream_offload", "stream_offload.expandable", "graphs_serving"] {
             let whole = snapshot(name);
             let events = whole.devices[0].len();
@@ -84,11 +85,11 @@ mod tests {
         }
     }
 
-    /// Random programs under every option. Where they do not agree, the file does not tell why: which
-    /// private pool a segment belonged to that was given back before the end, and how long cached
-    /// blocks had been idle.
+    /// Random programs under every option. Differences remain where the file lacks information: the
+    /// private pool of a segment that was released before the end, and the idle time of cached
+    /// blocks.
     #[test]
-    fn corners_go_on_from_their_middle() {
+    fn corner_cases_follow_pytorch_from_their_middle() {
         let lines = include_str!("../../../tests/traces/corners/stats.jsonl");
         let (mut same, mut all) = (0, 0);
         for line in lines.lines() {
@@ -115,12 +116,12 @@ mod tests {
         let from_the_start =
             replay(&Program::of(&whole, 0), &config(Policy::Expandable, None)).unwrap();
         assert_eq!(outcome.live_peak, from_the_start.live_peak);
-        // No driver call is counted for what was there before.
+        // Driver calls for the restored memory are not counted.
         assert!(outcome.driver.total() < from_the_start.driver.total());
     }
 
     #[test]
-    fn a_device_too_small_for_the_beginning_is_told() {
+    fn a_device_too_small_for_the_beginning_is_reported() {
         let program = Program::of(&snapshot("vision_multires.midrun"), 0);
         for policy in Policy::ALL {
             let outcome = replay(&program, &config(policy, Some(100 << 20))).unwrap();
@@ -133,7 +134,7 @@ mod tests {
     }
 
     #[test]
-    fn without_segments_the_blocks_find_a_place() {
+    fn blocks_without_segments_are_requested_one_by_one() {
         let whole = snapshot("stream_offload");
         let mut half = without_first(&whole, whole.devices[0].len() / 2);
         half.segments.clear();
@@ -145,7 +146,7 @@ mod tests {
     }
 
     #[test]
-    fn a_free_without_its_request_is_a_free() {
+    fn a_completed_free_without_a_request_is_a_free() {
         let mut whole = snapshot("stream_offload");
         let events = std::mem::take(&mut whole.devices[0]);
         whole.devices[0] =

@@ -1,4 +1,4 @@
-//! What a trace says of the out-of-memory error that the recorded run met.
+//! The out-of-memory error of a recorded run, as its trace tells it.
 
 #[cfg(test)]
 mod tests {
@@ -18,9 +18,9 @@ mod tests {
         Program::of(&read(text.as_bytes(), &Limits::default()).unwrap(), 0)
     }
 
-    /// The limit that each of these ran under is known.
+    /// The limit of each of these runs is known.
     #[test]
-    fn a_limit_lies_where_it_is_said_to() {
+    fn the_limit_is_inside_the_reported_bounds() {
         for (name, limit, event, count) in [
             ("llama_varlen.capped24", 24 * GIB, 278_444, 1),
             ("corners/capped", GIB, 1186, 1),
@@ -35,7 +35,7 @@ mod tests {
             let Room::Limit { at_least, below } = oom.room else { panic!("{name}: {oom:?}") };
             assert!((at_least..below).contains(&limit), "{name}: {oom:?}");
             assert_eq!(oom.room.capacity(), Some(at_least));
-            // A replay meets the same refusal: with the limit that was, and with the one named for it.
+            // A replay has the same refusal, with the real limit and with the reported one.
             let met = |capacity| {
                 let config = ReplayConfig {
                     policy: program.policy,
@@ -55,7 +55,7 @@ mod tests {
         assert_eq!(program("graphs_serving").oom, None);
     }
 
-    /// A snapshot: 30 MiB reserved, of which 20 are live, and a request of 64 MiB that is refused.
+    /// Returns a snapshot with 30 MiB reserved, 20 MiB live, and a refused request of 64 MiB.
     fn refused(before: &str, free: u64) -> String {
         let (size, segment) = (20 * MIB, 30 * MIB);
         format!(
@@ -68,7 +68,7 @@ mod tests {
     }
 
     #[test]
-    fn a_full_device_is_what_was_held_and_what_was_free() {
+    fn the_capacity_of_a_full_device_is_reserved_plus_free() {
         let oom = written(&refused("", 7 * MIB)).oom.unwrap();
         assert_eq!((oom.event, oom.requested, oom.count), (2, 64 * MIB, 1));
         assert_eq!((oom.live, oom.reserved), (20 * MIB, Some(30 * MIB)));
@@ -77,15 +77,14 @@ mod tests {
         assert_eq!(oom.room, Room::Limit { at_least: 30 * MIB, below: 94 * MIB });
     }
 
-    /// Nothing is said that the trace does not tell.
     #[test]
-    fn what_is_not_recorded_is_not_known() {
-        // More live than the segments have room for: some are missing.
+    fn figures_that_are_not_recorded_are_unknown() {
+        // More bytes are live than the segments hold, so segments are missing.
         let stray = r#"{"action": "alloc", "addr": 1073741824, "size": 1073741824, "stream": 0},"#;
         let oom = written(&refused(stray, 7 * MIB)).oom.unwrap();
         assert_eq!((oom.live, oom.reserved), (GIB + 20 * MIB, None));
         assert_eq!((oom.room, oom.room.capacity()), (Room::Unknown, None));
-        // A log of RMM has neither segments nor what was free.
+        // A log of RMM has neither segments nor free bytes.
         let log = "Thread,Time,Action,Pointer,Size,Stream\n\
                    1,10:00:00.000001,allocate,0x7f0000000000,1048576,0\n\
                    1,10:00:00.000002,allocate failure,0x0,8589934592,0\n";

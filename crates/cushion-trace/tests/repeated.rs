@@ -1,5 +1,5 @@
-//! A run recorded under `paged` and replayed under `paged` asks the driver for the same, though a trace does not say
-//! which stream was at work when.
+//! A replay under `paged` of a run recorded under `paged` makes the same driver calls, although a
+//! trace does not tell which streams were busy.
 
 #[cfg(test)]
 mod tests {
@@ -18,7 +18,7 @@ mod tests {
 
     const PRIVATE: PoolId = PoolId(0, 1);
 
-    /// A run on a device that is large enough.
+    /// A run on a device with enough memory.
     struct Recorded {
         engine: Engine<Arc<SimDriver>>,
         driver: Arc<SimDriver>,
@@ -27,8 +27,8 @@ mod tests {
     }
 
     impl Recorded {
-        /// A program on three streams, each at work or idle by chance. One of them allocates to a private pool now and
-        /// then.
+        /// Runs a random program on three streams that are busy or idle at random. One of them
+        /// sometimes allocates from a private pool.
         fn run(seed: u64) -> Self {
             let driver = Arc::new(SimDriver::new(SimConfig::with_capacity(64 * GIB)));
             let clock = Arc::new(SimClock::new(Arc::clone(&driver)));
@@ -76,7 +76,7 @@ mod tests {
             Self { engine, driver, asked }
         }
 
-        /// As Cushion writes it.
+        /// Returns the snapshot that Cushion would write.
         fn snapshot(&self) -> Snapshot {
             let (entries, dropped) = self.engine.history();
             assert_eq!(dropped, 0);
@@ -88,7 +88,7 @@ mod tests {
                         Did::FreeRequested => Action::FreeRequested,
                         Did::FreeCompleted => Action::FreeCompleted,
                         Did::SegmentMap => Action::SegmentMap,
-                        other => panic!("nothing is given back: {other:?}"),
+                        other => panic!("nothing is released: {other:?}"),
                     },
                     addr: entry.address,
                     size: entry.size,
@@ -110,7 +110,7 @@ mod tests {
     }
 
     #[test]
-    fn the_driver_is_asked_for_the_same() {
+    fn the_driver_calls_are_the_same() {
         let calls = [Call::Create, Call::Map, Call::SetAccess, Call::Unmap, Call::Release];
         let mut borrowed = 0;
         for seed in 0..60 {

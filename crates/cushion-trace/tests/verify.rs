@@ -1,4 +1,4 @@
-//! PyTorch's recorded behaviour, address by address and figure by figure.
+//! Compares replays with PyTorch's recorded behaviour: every address and every figure.
 
 #[cfg(test)]
 mod tests {
@@ -20,7 +20,8 @@ mod tests {
         replay(program, &config).unwrap()
     }
 
-    /// Real workloads: allocations, peak live and peak reserved as PyTorch reported them.
+    /// Real workloads, with the allocations, peak live and peak reserved bytes that PyTorch
+    /// reported.
     #[test]
     fn real_workloads_follow_pytorch_to_the_byte() {
         let segments = Policy::Segments;
@@ -45,7 +46,7 @@ mod tests {
     }
 
     #[test]
-    fn a_capped_run_releases_and_dies_where_pytorch_did() {
+    fn a_limited_run_runs_out_of_memory_where_pytorch_did() {
         let program = program("llama_varlen.capped24");
         let outcome = run(&program, Policy::Segments, Some(24 * GIB));
         assert_eq!(outcome.difference, None);
@@ -55,15 +56,15 @@ mod tests {
         assert!(refusal.recorded);
         assert_eq!(refusal.event, 278_444);
 
-        // The same program fits the same card with expandable segments, as it did in PyTorch.
+        // With expandable segments the program fits the same limit, as in PyTorch.
         assert_eq!(run(&program, Policy::Expandable, Some(24 * GIB)).oom, None);
     }
 
     #[test]
-    fn another_capacity_is_told_as_a_difference() {
+    fn another_capacity_gives_a_difference() {
         let program = program("vision_multires");
         let outcome = run(&program, Policy::Segments, Some(13 * GIB));
-        let difference = outcome.difference.expect("another path than PyTorch's");
+        let difference = outcome.difference.expect("a difference from PyTorch");
         assert!(difference.pytorch.is_some());
         assert!(outcome.same_address.expect("the same policy") < program.allocs);
     }
@@ -75,10 +76,10 @@ mod tests {
         assert_eq!(outcome.difference, None);
     }
 
-    /// Random programs under every option, recorded by `tests/traces/record.py`: addresses, and
-    /// every key of `torch.cuda.memory_stats()` at the end.
+    /// Random programs under every option, recorded by `tests/traces/record.py`. Compares addresses
+    /// and every key of `torch.cuda.memory_stats()` at the end.
     #[test]
-    fn corners_follow_pytorch_in_every_figure() {
+    fn corner_cases_match_pytorch_in_every_figure() {
         let lines = include_str!("../../../tests/traces/corners/stats.jsonl");
         let mut wrong = Vec::new();
         for line in lines.lines() {
@@ -100,7 +101,7 @@ mod tests {
             }
             for (key, ours) in outcome.stats.flat() {
                 if key == "num_sync_all_streams" {
-                    // An empty_cache that finds nothing to give back leaves no event.
+                    // An `empty_cache` that releases nothing leaves no event.
                     continue;
                 }
                 let Some(pytorch) = stats.get(&key).and_then(serde_json::Value::as_i64) else {

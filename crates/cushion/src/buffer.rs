@@ -1,4 +1,4 @@
-//! Typed memory on a device, given back when it is dropped.
+//! Typed memory on a device. Dropping a buffer frees its memory.
 
 use std::fmt;
 use std::marker::PhantomData;
@@ -10,12 +10,13 @@ use crate::device::Device;
 use crate::error::Error;
 use crate::stream::AsStream;
 
-/// `len` elements of `T` in the memory of a device.
+/// Holds `len` elements of `T` in the memory of a device.
 ///
-/// It belongs to the stream it was allocated on. Dropping it gives the memory back in the order of that stream: it
-/// is handed out there again at once, after the work queued so far. What else uses it has to be told with
-/// [`record_stream`](Self::record_stream); the methods here that take a stream do so themselves. They do not make
-/// one stream wait for another.
+/// A buffer belongs to the stream it was allocated on. Dropping it frees the memory in the order of
+/// that stream: the next allocation on that stream can reuse it at once, after the work queued so
+/// far. Work on another stream must be recorded with [`record_stream`](Self::record_stream). The
+/// methods below that take a stream record it themselves. They do not make one stream wait for
+/// another.
 ///
 /// ```
 /// let gpu = cushion::Device::simulated(1 << 30);
@@ -32,7 +33,7 @@ pub struct Buffer<T> {
     address: u64,
     len: usize,
     stream: StreamId,
-    /// It owns elements, though not in memory that Rust could reach.
+    /// Marks that the buffer owns elements, which lie in memory that the host cannot read.
     elements: PhantomData<T>,
 }
 
@@ -42,57 +43,57 @@ impl<T> Buffer<T> {
         Ok(Self::at(device, address, len, stream))
     }
 
-    /// How many bytes so many elements take.
+    /// Returns the size of `len` elements in bytes.
     pub(crate) fn bytes_of(len: usize) -> Result<u64, Error> {
         let size = size_of::<T>();
         let bytes = len.checked_mul(size).ok_or(Error::TooLong { len, size })?;
         Ok(bytes as u64)
     }
 
-    /// The buffer of memory that was allocated for it.
+    /// Wraps memory that is already allocated.
     pub(crate) fn at(device: &Device, address: u64, len: usize, stream: StreamId) -> Self {
         Self { device: device.clone(), address, len, stream, elements: PhantomData }
     }
 
-    /// How many elements.
+    /// Returns the number of elements.
     #[must_use]
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether there are none.
+    /// Returns whether the buffer has no elements.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// How many bytes the elements take.
+    /// Returns the size of all elements in bytes.
     #[must_use]
     pub fn size_bytes(&self) -> usize {
-        // It did not overflow when the buffer was made.
+        // `bytes_of` checked for overflow before the allocation.
         self.len * size_of::<T>()
     }
 
-    /// Where it begins in the device's memory; zero if it is empty.
+    /// Returns the device address of the first element; zero if the buffer is empty.
     #[must_use]
     pub fn address(&self) -> u64 {
         self.address
     }
 
-    /// The device.
+    /// Returns the device of the buffer.
     #[must_use]
     pub fn device(&self) -> &Device {
         &self.device
     }
 
-    /// The stream it was allocated on.
+    /// Returns the stream the buffer was allocated on.
     #[must_use]
     pub fn stream_id(&self) -> StreamId {
         self.stream
     }
 
-    /// Notes that work on `stream` uses the buffer: once dropped, its memory is not handed out again before the
-    /// work queued there by then is done.
+    /// Records that work on `stream` uses the buffer. After the buffer is dropped, its memory is
+    /// reused only once the work queued on `stream` by then has finished.
     pub fn record_stream(&self, stream: &(impl AsStream + ?Sized)) -> Result<(), Error> {
         self.record(self.device.using(stream)?);
         Ok(())
@@ -105,30 +106,31 @@ impl<T> Buffer<T> {
         }
     }
 
-    /// Gives the memory back now, as dropping does.
+    /// Frees the memory now, as dropping the buffer does.
     pub fn free(self) {
         drop(self);
     }
 
-    /// Gives the address away: somebody else gives it back, with [`from_raw`](Self::from_raw) or to the engine.
+    /// Returns the address and keeps the memory allocated. The caller frees it later, through
+    /// [`from_raw`](Self::from_raw) or through the engine.
     #[must_use]
     pub fn into_raw(mut self) -> u64 {
-        // What is dropped is a buffer of nothing.
+        // The dropped buffer now has address zero and frees nothing.
         std::mem::take(&mut self.address)
     }
 
-    /// The buffer of an address that [`into_raw`](Self::into_raw) gave.
+    /// Makes a buffer from an address that [`into_raw`](Self::into_raw) returned.
     ///
     /// # Safety
     ///
-    /// The address is that of a live allocation of this device's, of `len` elements of `T` at least, made on
-    /// `stream`; nobody else gives it back.
+    /// The address is a live allocation of this device, made on `stream`, with room for at least
+    /// `len` elements of `T`. Nothing else frees it.
     #[must_use]
     pub unsafe fn from_raw(device: &Device, address: u64, len: usize, stream: StreamId) -> Self {
         Self::at(device, address, len, stream)
     }
 
-    /// Sets all bytes to zero, as a piece of work on `stream`.
+    /// Sets all bytes to zero. The work is queued on `stream`.
     pub fn fill_zero(&mut self, stream: &(impl AsStream + ?Sized)) -> Result<(), Error> {
         self.zero(self.device.using(stream)?)
     }
@@ -139,11 +141,11 @@ impl<T> Buffer<T> {
         }
         self.record(stream);
         let driver = self.device.engine().driver();
-        // SAFETY: the buffer has this memory for itself, and the stream is noted.
+        // SAFETY: the buffer owns this memory, and `record` has noted the stream.
         Ok(unsafe { driver.fill(self.address, self.size_bytes(), 0, stream) }?)
     }
 
-    /// Copies from another buffer of the same length and device, as a piece of work on `stream`.
+    /// Copies from another buffer of the same length and device. The work is queued on `stream`.
     pub fn copy_from(
         &mut self,
         other: &Self,
@@ -160,7 +162,8 @@ impl<T> Buffer<T> {
         self.record(stream);
         other.record(stream);
         let driver = self.device.engine().driver();
-        // SAFETY: both have their memory for themselves, of the same length, and the stream is noted.
+        // SAFETY: both buffers own their memory and have the same length; `record` has noted the
+        // stream.
         Ok(unsafe { driver.copy(other.address, self.address, self.size_bytes(), stream) }?)
     }
 
@@ -170,7 +173,8 @@ impl<T> Buffer<T> {
 }
 
 impl<T: NoUninit> Buffer<T> {
-    /// Copies all elements from the host, after the work queued on `stream` so far, and waits for that.
+    /// Copies all elements from the host after the work queued on `stream` so far, and waits until
+    /// the copy is done.
     pub fn copy_from_host(
         &mut self,
         host: &[T],
@@ -186,13 +190,15 @@ impl<T: NoUninit> Buffer<T> {
         }
         self.record(stream);
         let driver = self.device.engine().driver();
-        // SAFETY: the buffer has this memory for itself, of the same length, and the stream is noted.
+        // SAFETY: the buffer owns this memory, which is as long as `host`; `record` has noted the
+        // stream.
         Ok(unsafe { driver.write(self.address, bytemuck::cast_slice(host), stream) }?)
     }
 }
 
 impl<T: AnyBitPattern + NoUninit> Buffer<T> {
-    /// Copies all elements to the host, after the work queued on `stream` so far, and waits for that.
+    /// Copies all elements to the host after the work queued on `stream` so far, and waits until
+    /// the copy is done.
     pub fn copy_to_host(
         &self,
         host: &mut [T],
@@ -205,11 +211,12 @@ impl<T: AnyBitPattern + NoUninit> Buffer<T> {
         }
         self.record(stream);
         let driver = self.device.engine().driver();
-        // SAFETY: the buffer has this memory for itself, of the same length, and the stream is noted.
+        // SAFETY: the buffer owns this memory, which is as long as `host`; `record` has noted the
+        // stream.
         Ok(unsafe { driver.read(self.address, bytemuck::cast_slice_mut(host), stream) }?)
     }
 
-    /// All elements, as [`copy_to_host`](Self::copy_to_host) gives them.
+    /// Returns all elements, copied with [`copy_to_host`](Self::copy_to_host).
     pub fn to_vec(&self, stream: &(impl AsStream + ?Sized)) -> Result<Vec<T>, Error> {
         let mut host = vec![T::zeroed(); self.len];
         self.copy_to_host(&mut host, stream)?;
@@ -227,7 +234,7 @@ impl<T> Drop for Buffer<T> {
             let engine = self.device.engine();
             engine.driver().forget(self.address, self.size_bytes());
             let freed = engine.free(self.address);
-            // Where the driver is broken the block stays pending, and nobody could do anything about it here.
+            // If the driver fails, the block stays pending. `drop` cannot report or repair that.
             debug_assert!(!is_unknown(&freed), "a buffer's address is live");
         }
     }

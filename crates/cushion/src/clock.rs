@@ -1,4 +1,4 @@
-//! Real time for the engine.
+//! The engine's clock, on real time.
 
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -8,8 +8,8 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use cushion_core::{Bell, Clock};
 
-/// Time since the Unix epoch as it was when the clock was made; from then on it never goes back, even
-/// if somebody sets the system's clock.
+/// Time since the Unix epoch. The system's clock is read once, when this clock is made; from then
+/// on time never goes backwards, even if the system's clock is set.
 #[derive(Debug, Clone, Copy)]
 pub struct SystemClock {
     made: Instant,
@@ -23,12 +23,9 @@ impl Default for SystemClock {
 }
 
 impl SystemClock {
-    /// A clock that starts now.
+    /// Makes a clock that starts now.
     #[must_use]
-    #[expect(
-        clippy::disallowed_methods,
-        reason = "this is the clock that everybody else goes through"
-    )]
+    #[expect(clippy::disallowed_methods, reason = "all other code reads this clock")]
     pub fn new() -> Self {
         let made_at = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         Self { made: Instant::now(), made_at }
@@ -48,14 +45,14 @@ impl Clock for SystemClock {
         let at = at.saturating_sub(self.made_at);
         match self.made.checked_add(at) {
             Some(at) => ALARMS.set(at, waker),
-            // So far away that nobody will wait for it.
+            // The time is too far away to represent; nothing will wait that long.
             None => drop(waker),
         }
     }
 }
 
-/// Futures to be woken, each at its time, by a thread that is there from the first of them on. A runtime's own
-/// timers would tie an allocation to that runtime.
+/// Futures to wake, each at its time. One thread, started with the first alarm, wakes them; a
+/// runtime's own timers would tie an allocation to that runtime.
 #[derive(Debug)]
 struct Alarms {
     waiting: Mutex<Waiting>,
@@ -75,7 +72,7 @@ static ALARMS: Alarms = Alarms {
     thread: Once::new(),
 };
 
-/// Holds the list of alarms, while this process forks.
+/// Locks the list of alarms while this process forks.
 pub(crate) fn hold_alarms() -> impl Sized + 'static {
     ALARMS.waiting()
 }
@@ -98,15 +95,12 @@ impl Alarms {
         }
         self.thread.call_once(|| {
             let thread = std::thread::Builder::new().name("cushion-alarms".to_owned());
-            // Without a thread the futures are still woken by frees; only their budgets are not kept.
+            // Without the thread, frees still wake the futures, but their budgets are not kept.
             let _ = thread.spawn(|| self.run());
         });
     }
 
-    #[expect(
-        clippy::disallowed_methods,
-        reason = "this is the clock that everybody else goes through"
-    )]
+    #[expect(clippy::disallowed_methods, reason = "all other code reads this clock")]
     fn run(&self) {
         let mut waiting = self.waiting();
         loop {
@@ -116,7 +110,7 @@ impl Alarms {
             if !due.is_empty() {
                 drop(waiting);
                 for waker in due.into_values() {
-                    // What a runtime's waker panics with must not end the alarms of others.
+                    // A waker that panics must not stop the alarms of other futures.
                     let _ = catch_unwind(AssertUnwindSafe(|| waker.wake()));
                 }
                 waiting = self.waiting();
@@ -136,7 +130,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn time_is_of_this_century_and_moves_on() {
+    fn time_is_current_and_advances() {
         let clock = SystemClock::new();
         let before = clock.now();
         assert!(before > Duration::from_secs(1_600_000_000));

@@ -1,7 +1,8 @@
-//! cudarc's streams in, and buffers out to its kernels.
+//! Accepts cudarc's streams, and lends buffers to its kernels.
 //!
-//! cudarc frees what a `CudaSlice` of its own points to. So it never sees one of ours that it could keep: a buffer is
-//! lent as views, which own nothing, and the slice behind them is taken apart again instead of being dropped.
+//! cudarc frees the memory that an owned `CudaSlice` points to. So this module never hands out an
+//! owned slice: it lends a buffer as views, which own nothing, and leaks the slice behind them
+//! instead of dropping it.
 
 use std::any::Any;
 use std::fmt;
@@ -17,8 +18,8 @@ use crate::device::Device;
 use crate::error::Error;
 use crate::stream::AsStream;
 
-// SAFETY: cudarc made the stream, or its maker promised cudarc that it is one; it is destroyed when the last `Arc` of it
-// goes, and the device keeps one.
+// SAFETY: cudarc made the stream, or its maker promised cudarc that it is a stream. It is destroyed
+// with its last `Arc`, and the device keeps one.
 unsafe impl AsStream for Arc<CudaStream> {
     fn stream_id(&self) -> StreamId {
         StreamId(self.cu_stream().expose_provenance() as u64)
@@ -34,13 +35,14 @@ unsafe impl AsStream for Arc<CudaStream> {
 }
 
 impl<T> Buffer<T> {
-    /// Lends the buffer to work of cudarc's that reads it, such as a kernel on `stream`. The stream is noted as by
-    /// [`record_stream`](Self::record_stream); if the kernel is launched on another one, note that too. What is lent
-    /// has to be dropped, not forgotten: that is when `stream` is made to wait for the work of other streams.
+    /// Lends the buffer to cudarc work that reads it, such as a kernel on `stream`. The stream is
+    /// recorded as [`record_stream`](Self::record_stream) does; if the kernel is launched on
+    /// another stream, record that stream too. The returned value must be dropped, not forgotten:
+    /// its `drop` makes `stream` wait for the work of other streams.
     ///
     /// # Panics
     ///
-    /// If cudarc tracks the work on its slices and cannot make an event for it.
+    /// If cudarc tracks the work on its slices and cannot create an event for it.
     ///
     /// ```no_run
     /// # use cudarc::driver::{CudaContext, CudaFunction, LaunchConfig, PushKernelArg};
@@ -64,22 +66,22 @@ impl<T> Buffer<T> {
         self.lend(stream)
     }
 
-    /// As [`cudarc`](Self::cudarc), to work that also writes it.
+    /// Lends the buffer as [`cudarc`](Self::cudarc) does, to work that also writes it.
     pub fn cudarc_mut(&mut self, stream: &Arc<CudaStream>) -> Result<LentMut<'_, T>, Error> {
         self.lend(stream).map(LentMut)
     }
 
     fn lend(&self, stream: &Arc<CudaStream>) -> Result<Lent<'_, T>, Error> {
         self.record_stream(stream)?;
-        // SAFETY: the address is a live allocation with room for `len` elements, for as long as the buffer is
-        // borrowed. That it may hold no valid `T` matters to nobody: views are not read by the host, and copies out
-        // are cudarc's, for types that it takes any bits for.
+        // SAFETY: the address is a live allocation with room for `len` elements while the buffer is
+        // borrowed. It may hold bytes that are not a valid `T`: the host never reads a view, and
+        // cudarc copies out only types that are valid for all bits.
         let slice = unsafe { stream.upgrade_device_ptr::<T>(self.address(), self.len()) };
         Ok(Lent { slice: ManuallyDrop::new(slice), buffer: PhantomData })
     }
 }
 
-/// A buffer while cudarc reads it.
+/// A buffer that cudarc may read.
 pub struct Lent<'a, T> {
     /// Never dropped: cudarc would free the memory.
     slice: ManuallyDrop<CudaSlice<T>>,
@@ -87,7 +89,7 @@ pub struct Lent<'a, T> {
 }
 
 impl<T> Lent<'_, T> {
-    /// For a kernel's argument or a copy.
+    /// Returns a view, for a kernel's argument or a copy.
     #[must_use]
     pub fn view(&self) -> CudaView<'_, T> {
         self.slice.as_view()
@@ -96,9 +98,9 @@ impl<T> Lent<'_, T> {
 
 impl<T> Drop for Lent<'_, T> {
     fn drop(&mut self) {
-        // SAFETY: not used after this.
+        // SAFETY: the slice is not used afterwards.
         let slice = unsafe { ManuallyDrop::take(&mut self.slice) };
-        // Its stream waits for what the views were used for; the memory stays.
+        // `leak` makes the slice's stream wait for the work on its views, and keeps the memory.
         let _ = slice.leak();
     }
 }
@@ -109,18 +111,18 @@ impl<T> fmt::Debug for Lent<'_, T> {
     }
 }
 
-/// A buffer while cudarc reads and writes it.
+/// A buffer that cudarc may read and write.
 #[derive(Debug)]
 pub struct LentMut<'a, T>(Lent<'a, T>);
 
 impl<T> LentMut<'_, T> {
-    /// For a kernel's argument or a copy, to be read.
+    /// Returns a view to read, for a kernel's argument or a copy.
     #[must_use]
     pub fn view(&self) -> CudaView<'_, T> {
         self.0.view()
     }
 
-    /// For a kernel's argument or a copy, to be written.
+    /// Returns a view to write, for a kernel's argument or a copy.
     #[must_use]
     pub fn view_mut(&mut self) -> CudaViewMut<'_, T> {
         self.0.slice.as_view_mut()

@@ -1,4 +1,4 @@
-//! A device to allocate on: the front door of this crate.
+//! A device to allocate on: the main type of this crate.
 
 use std::fmt;
 use std::sync::Arc;
@@ -15,8 +15,8 @@ use crate::error::Error;
 use crate::stream::{AsStream, Stream};
 use crate::{fork, trim};
 
-/// A GPU, or a simulated one, with its caching allocator. Cheap to clone, and every clone is the same device;
-/// `Send` and `Sync`.
+/// A GPU, or a simulated one, with its caching allocator. A device is cheap to clone, and all
+/// clones share one cache. It is `Send` and `Sync`.
 ///
 /// ```
 /// use cushion::Device;
@@ -38,28 +38,31 @@ pub struct Device {
 
 #[derive(Clone)]
 enum EngineOf {
-    /// The one engine that everybody in this process shares.
+    /// The engine that all users in this process share.
     Process(&'static DeviceEngine),
-    /// One that goes with its last device, buffer and stream, and gives its memory back then.
+    /// An engine of its own. It is dropped, and its memory freed, with its last device, buffer and
+    /// stream.
     Own(Arc<DeviceEngine>),
 }
 
 impl Device {
-    /// A GPU, as CUDA numbers those that this process can see. All who ask this crate for it share one cache. The first call makes the device's primary context; the options
-    /// are those of the `CUSHION_*` variables; `CUSHION_SIMULATE=16GiB` makes it a simulated device.
+    /// Returns a GPU, by its CUDA index among the GPUs that this process can see. All callers of
+    /// this function share one cache per GPU. The first call creates the device's primary context.
+    /// The options come from the `CUSHION_*` variables; `CUSHION_SIMULATE=16GiB` makes the device a
+    /// simulated one.
     pub fn cuda(index: u32) -> Result<Self, Error> {
         let engine = devices().get_or_make(i64::from(index))?;
         Ok(Self { engine: EngineOf::Process(engine) })
     }
 
-    /// A device of `capacity` bytes in memory, for tests, examples and trying things out. It refuses what a GPU
-    /// refuses, and runs nothing.
+    /// Returns a simulated device of `capacity` bytes, for tests, examples and experiments. It
+    /// refuses the requests that a GPU would refuse, and runs no kernels.
     #[must_use]
     pub fn simulated(capacity: u64) -> Self {
         Self::builder().simulated(capacity)
     }
 
-    /// A device with a cache of its own, and options of one's choice.
+    /// Returns a builder for a device with its own cache and options.
     #[must_use]
     pub fn builder() -> DeviceBuilder {
         DeviceBuilder::default()
@@ -67,7 +70,7 @@ impl Device {
 
     // ---- memory ----
 
-    /// `len` elements, all zero.
+    /// Allocates `len` elements, all zero.
     pub fn alloc_zeros<T: Zeroable>(
         &self,
         len: usize,
@@ -79,7 +82,7 @@ impl Device {
         Ok(buffer)
     }
 
-    /// A copy of what the host has.
+    /// Allocates a copy of `host`.
     pub fn alloc_copy<T: NoUninit>(
         &self,
         host: &[T],
@@ -91,7 +94,8 @@ impl Device {
         Ok(buffer)
     }
 
-    /// `len` elements of whatever is there: no work on the device, so the fastest where all is written anyway.
+    /// Allocates `len` elements of unspecified content. It queues no work on the device, and so is
+    /// the fastest choice if the program writes all elements anyway.
     pub fn alloc_uninit<T: AnyBitPattern>(
         &self,
         len: usize,
@@ -100,29 +104,29 @@ impl Device {
         Buffer::alloc(self, len, self.using(stream)?)
     }
 
-    /// Gives a buffer back, as dropping it does.
+    /// Frees a buffer, as dropping it does.
     pub fn free<T>(&self, buffer: Buffer<T>) {
         buffer.free();
     }
 
-    /// Gives everything cached back to the device, for others to use; waits for work that still uses some of it.
+    /// Releases all cached memory to the device. Waits for the work that still uses some of it.
     pub fn empty_cache(&self) -> Result<(), Error> {
         Ok(self.engine().empty_cache()?)
     }
 
-    /// Refuses to hold more than this share of the device's memory, from 0 to 1.
+    /// Limits the reserved memory to this fraction of the device's memory, from 0 to 1.
     pub fn set_memory_fraction(&self, fraction: f64) -> Result<(), Error> {
         Ok(self.engine().set_memory_fraction(fraction)?)
     }
 
     // ---- streams ----
 
-    /// A new stream.
+    /// Returns a new stream, or an idle one made earlier.
     pub fn new_stream(&self) -> Result<Stream, Error> {
         Stream::new(self)
     }
 
-    /// The default stream.
+    /// Returns the default stream.
     #[must_use]
     pub fn default_stream(&self) -> Stream {
         Stream::default_of(self)
@@ -130,94 +134,98 @@ impl Device {
 
     // ---- figures ----
 
-    /// Bytes handed out and not given back, in whole blocks of 512 bytes, as `torch.cuda.memory_allocated()`.
+    /// Returns the live bytes, in whole blocks of 512 bytes, as `torch.cuda.memory_allocated()`
+    /// does.
     #[must_use]
     pub fn memory_allocated(&self) -> u64 {
         self.stats().allocated_bytes.all.current
     }
 
-    /// The most there was of [`memory_allocated`](Self::memory_allocated) since the last
+    /// Returns the peak of [`memory_allocated`](Self::memory_allocated) since the last
     /// [`reset_peak_stats`](Self::reset_peak_stats).
     #[must_use]
     pub fn max_memory_allocated(&self) -> u64 {
         self.stats().allocated_bytes.all.peak
     }
 
-    /// Bytes handed out, as they were asked for.
+    /// Returns the live bytes as requested, without rounding.
     #[must_use]
     pub fn memory_requested(&self) -> u64 {
         self.stats().requested_bytes.all.current
     }
 
-    /// Bytes held from the device, in use and cached.
+    /// Returns the reserved bytes: live and cached.
     #[must_use]
     pub fn memory_reserved(&self) -> u64 {
         self.stats().reserved_bytes.all.current
     }
 
-    /// The most there was of [`memory_reserved`](Self::memory_reserved).
+    /// Returns the peak of [`memory_reserved`](Self::memory_reserved) since the last
+    /// [`reset_peak_stats`](Self::reset_peak_stats).
     #[must_use]
     pub fn max_memory_reserved(&self) -> u64 {
         self.stats().reserved_bytes.all.peak
     }
 
-    /// Bytes held and in nobody's use.
+    /// Returns the reserved bytes that are not in use.
     #[must_use]
     pub fn cached_bytes(&self) -> u64 {
         self.stats().cached_bytes()
     }
 
-    /// How many allocations were served from memory already held, and how many needed the device.
+    /// Returns how many allocations were served from reserved memory, and how many needed the
+    /// device.
     #[must_use]
     pub fn cache_stats(&self) -> CacheStats {
         let stats = self.stats();
         CacheStats { hits: stats.hits, misses: stats.misses }
     }
 
-    /// How many blocks there are, in use and free.
+    /// Returns the number of blocks, in use and free.
     #[must_use]
     pub fn block_count(&self) -> u64 {
         self.stats().blocks()
     }
 
-    /// How many blocks are free.
+    /// Returns the number of free blocks.
     #[must_use]
     pub fn free_block_count(&self) -> u64 {
         self.stats().free_blocks()
     }
 
-    /// Peaks start again from what is there now.
+    /// Sets all peaks to the current values.
     pub fn reset_peak_stats(&self) {
         self.engine().reset_peak_stats();
     }
 
-    /// All figures.
+    /// Returns all statistics.
     #[must_use]
     pub fn stats(&self) -> Stats {
         self.engine().stats()
     }
 
-    /// What the device has in all and has free, other processes counted.
+    /// Returns the device's total and free memory, counting other processes.
     pub fn memory_info(&self) -> Result<MemoryInfo, Error> {
         Ok(self.engine().driver().memory_info()?)
     }
 
     // ---- the device itself ----
 
-    /// The index of the device.
+    /// Returns the index of the device.
     #[must_use]
     pub fn index(&self) -> u32 {
         self.engine().driver().properties().device
     }
 
-    /// Whether there is no GPU behind it.
+    /// Returns whether the device is simulated.
     #[must_use]
     pub fn is_simulated(&self) -> bool {
         self.engine().driver().is_simulated()
     }
 
-    /// The engine: raw addresses, private pools, snapshots, history. Whoever passes it a [`StreamId`](crate::StreamId) answers for that
-    /// being the handle of a stream: CUDA does not check.
+    /// Returns the engine: raw addresses, private pools, snapshots, history. A caller that passes
+    /// it a [`StreamId`](crate::StreamId) must make sure that it is the handle of a stream: CUDA
+    /// does not check.
     #[must_use]
     pub fn engine(&self) -> &DeviceEngine {
         match &self.engine {
@@ -226,7 +234,7 @@ impl Device {
         }
     }
 
-    /// Whether both have one cache.
+    /// Returns whether both devices share one cache.
     pub(crate) fn is_same(&self, other: &Self) -> bool {
         std::ptr::eq(self.engine(), other.engine())
     }
@@ -243,16 +251,16 @@ impl fmt::Debug for Device {
     }
 }
 
-/// How often the cache served.
+/// Hits and misses of the cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct CacheStats {
-    /// Allocations served from memory already held.
+    /// Allocations served from reserved memory.
     pub hits: u64,
     /// Allocations that needed the device.
     pub misses: u64,
 }
 
-/// Makes a [`Device`] with a cache of its own.
+/// Makes a [`Device`] with its own cache.
 ///
 /// ```
 /// use cushion::{Device, Policy};
@@ -273,32 +281,32 @@ pub struct DeviceBuilder {
 }
 
 impl DeviceBuilder {
-    /// These options, in the place of all so far.
+    /// Sets all options, replacing those set before.
     #[must_use]
     pub fn options(mut self, options: Options) -> Self {
         self.options = options;
         self
     }
 
-    /// Options as `key:value,key:value`, as in `CUSHION_CONF`.
+    /// Applies options written as `key:value,key:value`, as in `CUSHION_CONF`.
     pub fn conf(mut self, conf: &str) -> Result<Self, Error> {
         self.options.apply(conf)?;
         Ok(self)
     }
 
-    /// How memory is laid out, whatever the options say of it.
+    /// Sets the policy, overriding the options.
     #[must_use]
     pub fn policy(mut self, policy: Policy) -> Self {
         self.policy = Some(policy);
         self
     }
 
-    /// A GPU. Its cache is not shared with [`Device::cuda`]'s.
+    /// Makes the device on a GPU. Its cache is separate from that of [`Device::cuda`].
     pub fn cuda(self, index: u32) -> Result<Device, Error> {
         Ok(self.over(DeviceDriver::cuda(index)?))
     }
 
-    /// A simulated device of `capacity` bytes.
+    /// Makes a simulated device of `capacity` bytes.
     #[must_use]
     pub fn simulated(self, capacity: u64) -> Device {
         self.over(DeviceDriver::simulated(0, capacity))

@@ -1,10 +1,10 @@
 //! One engine per GPU of this process, made at first use.
 //!
-//! A device that nobody asked for costs nothing: no context is made on it. What is set for all devices
-//! (options, history) reaches the engines there are and those made later.
+//! A device that nobody asks for costs nothing: no context is created on it. Settings for all
+//! devices (options, history) apply to the existing engines and to those made later.
 //!
-//! CUDA does not survive a fork, and a lock may have been held by a thread that does not exist in the child: after
-//! [`Devices::after_fork`] no engine of the parent's can be reached in it.
+//! CUDA does not survive a fork, and a thread that does not exist in the child may have held a
+//! lock. After [`Devices::after_fork`] the child cannot reach any engine of its parent.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -30,42 +30,74 @@ use crate::trim;
 /// The engine of a device, a GPU or a simulated one.
 pub type DeviceEngine = Engine<DeviceDriver>;
 
-/// The most devices that are served; PyTorch knows 120.
+/// The largest number of devices; PyTorch's limit is 120.
 pub const MAX_DEVICES: usize = 128;
 
 /// The engines of this process.
 #[derive(Debug)]
 pub struct Devices {
     engines: [OnceLock<DeviceEngine>; MAX_DEVICES],
-    /// Whether an engine was made, or begun to be made.
+    /// Set before the first engine is made.
     used: AtomicBool,
     abandoned: AtomicBool,
     plan: Mutex<Plan>,
 }
 
-/// What an engine that is made later begins with.
+/// What a new engine starts with.
 #[derive(Debug)]
 struct Plan {
-    /// Those of the environment, if nobody says.
+    /// The options; read from the environment at first use if not set before.
     options: Option<Options>,
     history: HistoryPlan,
     clock: Option<Arc<dyn Clock>>,
     /// How long requests have waited, on all devices.
     waited: Option<Waited>,
-    /// Devices are simulated, with this capacity each.
+    /// The capacity of each device, if devices are simulated.
     simulated: Option<u64>,
-    /// Where receipts go.
+    /// The file that receipts are appended to.
     receipts: Option<PathBuf>,
-    /// Failures that are made up, and whether the settings say so.
-    injection: Option<Injection>,
-    injection_is_set: bool,
-    /// What is done with every engine.
+    injection: Rules,
+    /// Functions to call with every engine.
     for_each: Vec<ForEach>,
     /// Streams that are never destroyed.
     lasting: BTreeSet<StreamId>,
 }
 
-/// Something that is done with every engine.
+/// Rules for failures to inject, and where they come from.
+#[derive(Debug)]
+enum Rules {
+    None,
+    /// Settings without rules remove them.
+    FromSettings(Injection),
+    /// [`Devices::inject`] gave them. Settings without rules leave them in force.
+    FromCaller(Injection),
+}
+
+impl Rules {
+    fn from_settings(injection: Option<Injection>) -> Self {
+        injection.map_or(Self::None, Self::FromSettings)
+    }
+
+    fn from_caller(injection: Option<Injection>) -> Self {
+        injection.map_or(Self::None, Self::FromCaller)
+    }
+
+    fn get(&self) -> Option<&Injection> {
+        match self {
+            Self::None => None,
+            Self::FromSettings(injection) | Self::FromCaller(injection) => Some(injection),
+        }
+    }
+
+    fn into_inner(self) -> Option<Injection> {
+        match self {
+            Self::None => None,
+            Self::FromSettings(injection) | Self::FromCaller(injection) => Some(injection),
+        }
+    }
+}
+
+/// A function to call with every engine.
 struct ForEach(Box<dyn Fn(&DeviceEngine) + Send + Sync>);
 
 impl fmt::Debug for ForEach {
@@ -74,12 +106,12 @@ impl fmt::Debug for ForEach {
     }
 }
 
-/// What is kept of what happens.
+/// What an engine's history records.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct HistoryPlan {
-    /// How many events; zero for none.
+    /// The number of events kept; zero for none.
     pub entries: usize,
-    /// Actions that are left out.
+    /// Actions that are not recorded.
     pub skip: Vec<Action>,
 }
 
@@ -87,22 +119,22 @@ pub struct HistoryPlan {
 #[derive(Debug, Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum DeviceError {
-    /// No process has so many devices.
+    /// The index is negative, or above the largest device index.
     #[error("no device {0}: Cushion serves devices 0 to {last}", last = MAX_DEVICES - 1)]
     OutOfRange(i64),
-    /// This process is a child made by fork.
+    /// This process is a child made by fork, and its parent used CUDA.
     #[error(
         "CUDA cannot be used in a process made by fork: start it with the method `spawn` or \
          `forkserver`"
     )]
     Forked,
-    /// The driver would not have it.
+    /// A call to CUDA failed.
     #[error(transparent)]
     Cuda(#[from] CudaError),
-    /// An option is no good.
+    /// An option is not valid.
     #[error(transparent)]
     Options(#[from] OptionsError),
-    /// A variable of the environment is no good.
+    /// An environment variable is not valid.
     #[error(transparent)]
     Settings(#[from] SettingsError),
     /// The file for receipts cannot be opened.
@@ -110,15 +142,15 @@ pub enum DeviceError {
     Receipts {
         /// The file.
         path: PathBuf,
-        /// What the operating system said.
+        /// The operating system's error.
         source: Arc<io::Error>,
     },
-    /// Too late to simulate devices.
-    #[error("devices are in use already, and can be simulated only before that")]
+    /// A device is in use, so it is too late to simulate devices.
+    #[error("devices are in use already; simulate them before their first use")]
     InUse,
 }
 
-/// The engines of this process.
+/// Returns the engines of this process.
 pub fn devices() -> &'static Devices {
     static DEVICES: Devices = Devices::new();
     &DEVICES
@@ -133,8 +165,7 @@ impl Devices {
             waited: None,
             simulated: None,
             receipts: None,
-            injection: None,
-            injection_is_set: false,
+            injection: Rules::None,
             for_each: Vec::new(),
             lasting: BTreeSet::new(),
         };
@@ -146,7 +177,7 @@ impl Devices {
         }
     }
 
-    /// The engine of a device, if there is one yet.
+    /// Returns the engine of a device, if it has been made.
     #[must_use]
     pub fn get(&self, device: i64) -> Option<&DeviceEngine> {
         if self.is_abandoned() {
@@ -155,7 +186,8 @@ impl Devices {
         usize::try_from(device).ok().and_then(|device| self.engines.get(device))?.get()
     }
 
-    /// The engine of a device; the first call makes it, and the device's primary context.
+    /// Returns the engine of a device. The first call makes it, and creates the device's primary
+    /// context.
     pub fn get_or_make(&self, device: i64) -> Result<&DeviceEngine, DeviceError> {
         match self.get(device) {
             Some(engine) => Ok(engine),
@@ -169,7 +201,7 @@ impl Devices {
         let (Some(place), Ok(index)) = (place, u32::try_from(device)) else {
             return Err(DeviceError::OutOfRange(device));
         };
-        // Held while the engine is made, so that two threads do not make two.
+        // The lock is held while the engine is made, so that two threads cannot both make one.
         let mut plan = self.plan().ok_or(DeviceError::Forked)?;
         if let Some(engine) = place.get() {
             return Ok(engine);
@@ -196,7 +228,7 @@ impl Devices {
         if let Some(path) = &plan.receipts {
             write_receipts(&engine, path)?;
         }
-        if let Some(injection) = &plan.injection {
+        if let Some(injection) = plan.injection.get() {
             inject(&engine, Some(injection));
         }
         for ForEach(act) in &plan.for_each {
@@ -209,7 +241,8 @@ impl Devices {
         Ok(place.get_or_init(|| engine))
     }
 
-    /// A stream that is never destroyed: free memory of it can serve other streams as soon as its work is done.
+    /// Declares a stream that is never destroyed. Its free memory can serve other streams as soon
+    /// as its work is done.
     pub fn add_lasting_stream(&self, stream: StreamId) {
         let Some(mut plan) = self.plan() else { return };
         if plan.lasting.insert(stream) {
@@ -219,8 +252,9 @@ impl Devices {
         }
     }
 
-    /// Devices are simulated from now on, each with `capacity` bytes: for tests, and for trying things out where
-    /// there is no GPU. Their addresses can be handed around, and not followed. An error if a device is in use.
+    /// Simulates all devices from now on, each with `capacity` bytes, for tests and for machines
+    /// without a GPU. Their addresses can be passed around but not dereferenced. Returns an error
+    /// if a device is in use.
     pub fn simulate(&self, capacity: u64) -> Result<(), DeviceError> {
         let mut plan = self.plan().ok_or(DeviceError::Forked)?;
         if self.made().next().is_some() && plan.simulated != Some(capacity) {
@@ -230,31 +264,32 @@ impl Devices {
         Ok(())
     }
 
-    /// Whether devices are simulated.
+    /// Returns whether devices are simulated.
     #[must_use]
     pub fn are_simulated(&self) -> bool {
         self.plan().is_some_and(|plan| plan.simulated.is_some())
     }
 
-    /// The engines there are, each with its device.
+    /// Returns the engines made so far, each with its device index.
     pub fn made(&self) -> impl Iterator<Item = (usize, &DeviceEngine)> {
         let abandoned = self.is_abandoned();
         let engines = self.engines.iter().enumerate().filter(move |_| !abandoned);
         engines.filter_map(|(device, engine)| Some((device, engine.get()?)))
     }
 
-    /// Sets the options of every engine, where its receipts go, and which failures are made up.
+    /// Sets the options of every engine, the file for receipts, and the failures to inject.
     pub fn set(&self, settings: &Settings) -> Result<(), DeviceError> {
         let Some(mut plan) = self.plan() else { return Ok(()) };
         fork::watch();
         let receipts = settings.receipts.as_ref().map(PathBuf::from);
         if let Some(path) = &receipts {
-            // Here, rather than at the first allocation.
+            // Report a bad path here, and not at the first allocation.
             open_receipts(path)?;
         }
-        // What was asked for by name stays, if the settings say nothing.
-        let changes_injection = plan.injection != settings.inject
-            && (settings.inject.is_some() || plan.injection_is_set);
+        let changes_injection = match (&plan.injection, &settings.inject) {
+            (Rules::None | Rules::FromCaller(_), None) => false,
+            (rules, inject) => rules.get() != inject.as_ref(),
+        };
         for (_, engine) in self.made() {
             engine.set_options(settings.options.clone());
             match &receipts {
@@ -262,7 +297,7 @@ impl Devices {
                 Some(_) => {}
                 None => stop_receipts(engine),
             }
-            // Rules that stay the same go on counting.
+            // Unchanged rules keep their counts.
             if changes_injection {
                 inject(engine, settings.inject.as_ref());
             }
@@ -270,26 +305,25 @@ impl Devices {
         plan.options = Some(settings.options.clone());
         plan.receipts = receipts;
         if changes_injection {
-            plan.injection.clone_from(&settings.inject);
-            plan.injection_is_set = settings.inject.is_some();
+            plan.injection = Rules::from_settings(settings.inject.clone());
         }
         Ok(())
     }
 
-    /// Makes failures up on every engine, there is or will be; `None` ends it. Returns what was in force.
+    /// Injects failures on every engine, existing and future; `None` stops it. Returns the rules
+    /// that were in force.
     pub fn inject(&self, injection: Option<Injection>) -> Result<Option<Injection>, DeviceError> {
         let Some(mut plan) = self.plan() else { return Ok(None) };
-        // What the environment says is in force until now.
+        // Until now the rules of the environment were in force.
         plan.begin()?;
         for (_, engine) in self.made() {
             inject(engine, injection.as_ref());
         }
-        plan.injection_is_set = false;
-        Ok(std::mem::replace(&mut plan.injection, injection))
+        Ok(std::mem::replace(&mut plan.injection, Rules::from_caller(injection)).into_inner())
     }
 
-    /// Does something with every engine: with those there are now, and with others when they are made. It must not ask
-    /// for a device.
+    /// Calls `act` with every existing engine now, and with every other engine when it is made.
+    /// `act` must not ask for a device.
     pub fn for_each(&self, act: impl Fn(&DeviceEngine) + Send + Sync + 'static) {
         let Some(mut plan) = self.plan() else { return };
         for (_, engine) in self.made() {
@@ -298,8 +332,8 @@ impl Devices {
         plan.for_each.push(ForEach(Box::new(act)));
     }
 
-    /// Applies a conf string to every engine; on an error nothing changes. Returns the pairs that are
-    /// not ours.
+    /// Applies a conf string to every engine. Returns the pairs that are not options of Cushion.
+    /// On an error nothing changes.
     pub fn configure(&self, conf: &str) -> Result<Vec<NotOurs>, DeviceError> {
         let Some(mut plan) = self.plan() else { return Ok(Vec::new()) };
         let mut options = plan.begin()?.clone();
@@ -311,13 +345,13 @@ impl Devices {
         Ok(not_ours)
     }
 
-    /// The options of engines made from now on.
+    /// Returns the options of engines made from now on.
     #[must_use]
     pub fn options(&self) -> Options {
         self.plan().and_then(|plan| plan.options.clone()).unwrap_or(Options::DEFAULT)
     }
 
-    /// Keeps what happens on every engine from now on: after what was kept so far, or from nothing.
+    /// Records the history of every engine from now on. `clear` drops the events recorded so far.
     pub fn record_history(&self, history: &HistoryPlan, clear: bool) {
         let Some(mut plan) = self.plan() else { return };
         plan.history = history.clone();
@@ -331,37 +365,39 @@ impl Devices {
         }
     }
 
-    /// This is a child made by fork: unless nothing was used yet, no engine can be reached from now on. Takes no
-    /// lock that is held and allocates nothing, so that it may be called where little else may.
+    /// Notes that this process is a child made by fork. If the parent used CUDA, no engine can be
+    /// reached from now on. The function takes no lock that is held and allocates nothing, so that
+    /// it is safe in a fork handler.
     pub fn after_fork(&self) {
         if self.used.load(Ordering::Relaxed) || self.plan.try_lock().is_err() {
             self.abandoned.store(true, Ordering::Relaxed);
         }
     }
 
-    /// Whether this is a child, made by fork, of a process that used CUDA.
+    /// Returns whether this process is a child, made by fork, of a process that used CUDA.
     #[must_use]
     pub fn is_abandoned(&self) -> bool {
         self.abandoned.load(Ordering::Relaxed)
     }
 
-    /// The plan; none in a child made by fork, where a thread that is gone may hold its lock.
+    /// Returns the plan, or `None` in a child made by fork, where a missing thread may hold the
+    /// lock.
     fn plan(&self) -> Option<MutexGuard<'_, Plan>> {
         (!self.is_abandoned()).then(|| self.plan.lock().unwrap_or_else(PoisonError::into_inner))
     }
 }
 
 impl Plan {
-    /// The options of engines made from now on. Where nobody has set any, they are those of the environment.
+    /// Returns the options of engines made from now on. If none are set, reads them from the
+    /// environment.
     fn begin(&mut self) -> Result<&Options, SettingsError> {
         let options = match self.options.take() {
             Some(options) => options,
             None => {
                 let settings = Settings::gather(&Asked::default(), variable)?;
                 self.receipts = self.receipts.take().or(settings.receipts.map(PathBuf::from));
-                if self.injection.is_none() {
-                    self.injection_is_set = settings.inject.is_some();
-                    self.injection = settings.inject;
+                if matches!(self.injection, Rules::None) {
+                    self.injection = Rules::from_settings(settings.inject);
                 }
                 settings.options
             }
@@ -370,7 +406,7 @@ impl Plan {
     }
 }
 
-#[expect(clippy::disallowed_methods, reason = "this is where Rust programs get their options from")]
+#[expect(clippy::disallowed_methods, reason = "Rust programs get their options here")]
 fn variable(name: &str) -> Option<String> {
     std::env::var(name).ok()
 }
@@ -382,7 +418,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn simulated_devices_serve_as_others_do() {
+    fn simulated_devices_serve_requests() {
         let devices = Devices::new();
         devices.simulate(1 << 30).unwrap();
         assert!(devices.are_simulated());
@@ -394,7 +430,7 @@ mod tests {
         assert_ne!(
             other.alloc(3 << 20, StreamId(0)).unwrap(),
             address,
-            "an address tells its device"
+            "addresses of two devices differ"
         );
         assert!(gpu.holds(address) && !other.holds(address));
         gpu.free(address).unwrap();
@@ -404,7 +440,7 @@ mod tests {
     }
 
     #[test]
-    fn settings_reach_devices_made_before_and_after() {
+    fn settings_apply_to_devices_made_before_and_after() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("receipts.jsonl");
         let variable = |name: &str| match name {
@@ -424,12 +460,12 @@ mod tests {
         }
         let lines = || std::fs::read_to_string(&path).unwrap().lines().count();
         assert_eq!(lines(), 2);
-        // Given again, rules that stay the same go on counting, and receipts are not written twice.
+        // Setting the same rules again keeps their counts, and receipts are not written twice.
         devices.set(&settings).unwrap();
         assert!(before.alloc(1 << 20, StreamId(0)).is_ok());
         assert!(before.alloc(2 << 30, StreamId(0)).is_err());
         assert_eq!(lines(), 3);
-        // Without them, neither is done any more.
+        // Settings without rules and receipts stop both.
         let none = Settings::gather(&Asked::default(), |_| None).unwrap();
         devices.set(&none).unwrap();
         assert!(before.alloc(2 << 30, StreamId(0)).is_err());
@@ -440,7 +476,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_done_with_every_device_is_done_once_with_each() {
+    fn for_each_visits_every_device_once() {
         use std::sync::atomic::AtomicU32;
 
         static SEEN: AtomicU32 = AtomicU32::new(0);

@@ -1,4 +1,4 @@
-//! One type for every device: a GPU, or one that is simulated in memory.
+//! One driver type for every device: a GPU or a simulated one.
 
 use std::any::Any;
 use std::collections::BTreeMap;
@@ -13,23 +13,23 @@ use cushion_cuda::{CudaDriver, CudaError, GpuProcesses};
 
 use crate::receipts::ReceiptLog;
 
-/// A device behind the engine's [`Driver`]: a GPU, or one in memory. Which one it is matters where memory is got from
-/// the device; the engine serves most allocations without asking.
+/// A device behind the engine's [`Driver`]: a GPU or a simulated one. The kind is looked up only
+/// when memory is obtained from the device; the engine serves most allocations without calling it.
 #[derive(Debug)]
 pub struct DeviceDriver {
     kind: Kind,
-    /// Streams made here that nobody uses now. The engine knows streams by their handles, and may ask CUDA about one
-    /// long after its last use: so none is destroyed before the device goes.
+    /// Streams made here that are not in use. The engine identifies streams by their handles and
+    /// may query one long after its last use, so no stream is destroyed before the device.
     idle: Mutex<Vec<StreamId>>,
-    /// Streams of other makers that were used here, kept for the same reason.
+    /// Owners of foreign streams that were used here, kept for the same reason.
     kept: Mutex<BTreeMap<StreamId, Arc<dyn Any + Send + Sync>>>,
-    /// The last of them: most programs use one stream many times over.
+    /// The stream kept last: most programs use one stream many times.
     last_kept: AtomicU64,
-    /// Calls that are made to fail, to test how a program takes it.
+    /// Calls to fail on purpose, for tests.
     faults: Faults,
-    /// Whether any may be.
+    /// Whether `faults` may have rules.
     has_faults: AtomicBool,
-    /// Where the device's receipts go.
+    /// The file for this device's receipts.
     receipts: Arc<ReceiptLog>,
 }
 
@@ -39,7 +39,8 @@ enum Kind {
     Simulated(Box<Simulated>),
 }
 
-/// A device in memory. Nobody can follow its addresses, but what a buffer holds can be written and read.
+/// A simulated device. Its addresses cannot be dereferenced, but the content of buffers can be
+/// written and read.
 #[derive(Debug)]
 struct Simulated {
     driver: SimDriver,
@@ -47,20 +48,45 @@ struct Simulated {
     streams: AtomicU64,
 }
 
-/// Streams of simulated devices are multiples of this: CUDA has a meaning for some small numbers.
+/// Handles of simulated streams are multiples of this: CUDA gives some small numbers a meaning.
 const STREAM_STEP: u64 = 16;
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+/// Writes each transfer once for all kinds of device.
+macro_rules! forward_transfers {
+    ($($name:ident($($argument:ident: $type:ty),*);)*) => {
+        $(
+            /// # Safety
+            ///
+            #[doc = concat!("As for [`CudaDriver::", stringify!($name), "`].")]
+            pub(crate) unsafe fn $name(
+                &self,
+                $($argument: $type,)*
+                stream: StreamId,
+            ) -> Result<(), CudaError> {
+                match &self.kind {
+                    // SAFETY: the caller upholds the same contract.
+                    Kind::Cuda(driver) => unsafe { driver.$name($($argument,)* stream) },
+                    Kind::Simulated(device) => {
+                        device.memory.$name($($argument),*);
+                        Ok(())
+                    }
+                }
+            }
+        )*
+    };
+}
+
 impl DeviceDriver {
-    /// The GPU with this index.
+    /// Opens the GPU with this index.
     pub fn cuda(index: u32) -> Result<Self, CudaError> {
         Ok(Self::of(Kind::Cuda(Box::new(CudaDriver::new(index)?))))
     }
 
-    /// A simulated device of `capacity` bytes.
+    /// Makes a simulated device of `capacity` bytes.
     #[must_use]
     pub fn simulated(device: u32, capacity: u64) -> Self {
         let config = SimConfig { device, ..SimConfig::with_capacity(capacity) };
@@ -72,7 +98,7 @@ impl DeviceDriver {
     }
 
     fn of(kind: Kind) -> Self {
-        // The default stream needs no keeping.
+        // Zero, the default stream, has no owner to keep.
         let last_kept = AtomicU64::new(0);
         Self {
             kind,
@@ -85,13 +111,14 @@ impl DeviceDriver {
         }
     }
 
-    /// Whether there is no GPU behind it.
+    /// Returns whether the device is simulated.
     #[must_use]
     pub fn is_simulated(&self) -> bool {
         self.simulator().is_some()
     }
 
-    /// The simulator, if it is one: to queue and finish work, and to make calls fail.
+    /// Returns the simulator of a simulated device, to queue and finish work and to make calls
+    /// fail.
     #[must_use]
     pub fn simulator(&self) -> Option<&SimDriver> {
         match &self.kind {
@@ -100,8 +127,8 @@ impl DeviceDriver {
         }
     }
 
-    /// Which other processes hold memory of the GPU, as [`CudaDriver::processes`] tells; nobody shares a simulated
-    /// device.
+    /// Returns the other processes that hold memory of the GPU, as [`CudaDriver::processes`] does.
+    /// A simulated device has none.
     #[must_use]
     pub fn processes(&self) -> GpuProcesses {
         match &self.kind {
@@ -114,15 +141,16 @@ impl DeviceDriver {
         &self.receipts
     }
 
-    // ---- made-up failures ----
+    // ---- injected failures ----
 
-    /// Makes calls fail as the rules for the driver say, in the place of those before; `None` for none.
+    /// Makes calls fail by the driver rules of `injection`, replacing earlier rules; `None` removes
+    /// them.
     pub(crate) fn inject(&self, injection: Option<&Injection>) {
         self.faults.replace(injection.map(Injection::driver_faults).unwrap_or_default());
         self.has_faults.store(injection.is_some(), Ordering::Relaxed);
     }
 
-    /// The failure that strikes the method of this name, if one does.
+    /// Returns the error that a rule injects into this method, if any.
     #[cold]
     fn strike(&self, method: &str) -> DriverResult<()> {
         let struck = call_of(method).and_then(|call| Some((call, self.faults.strike(call)?)));
@@ -131,7 +159,7 @@ impl DeviceDriver {
 
     // ---- streams ----
 
-    /// A stream for somebody's use, until [`stream_done`](Self::stream_done).
+    /// Returns a stream for the caller's use, until [`stream_done`](Self::stream_done).
     pub(crate) fn stream(&self) -> Result<StreamId, CudaError> {
         if let Some(stream) = lock(&self.idle).pop() {
             return Ok(stream);
@@ -145,12 +173,12 @@ impl DeviceDriver {
         }
     }
 
-    /// Nobody uses a stream of [`stream`](Self::stream) any more. Its work goes on.
+    /// Takes back a stream of [`stream`](Self::stream). Its work goes on.
     pub(crate) fn stream_done(&self, stream: StreamId) {
         lock(&self.idle).push(stream);
     }
 
-    /// Keeps what owns a stream, if anything does, for as long as the device.
+    /// Keeps the owner of a stream, if it has one, as long as the device exists.
     pub(crate) fn keep(
         &self,
         stream: StreamId,
@@ -175,103 +203,31 @@ impl DeviceDriver {
         }
     }
 
-    // ---- what is in memory ----
+    // ---- content of memory ----
 
-    /// The memory is about to be nobody's.
+    /// Drops the content of memory that is about to be freed.
     pub(crate) fn forget(&self, address: u64, bytes: usize) {
         if let Kind::Simulated(device) = &self.kind {
             device.memory.forget(address, bytes);
         }
     }
 
-    // Each of these passes on what it asks of its caller.
-
-    /// # Safety
-    ///
-    /// As [`CudaDriver::write`] asks.
-    pub(crate) unsafe fn write(
-        &self,
-        to: u64,
-        bytes: &[u8],
-        stream: StreamId,
-    ) -> Result<(), CudaError> {
-        match &self.kind {
-            // SAFETY: as the caller promises.
-            Kind::Cuda(driver) => unsafe { driver.write(to, bytes, stream) },
-            Kind::Simulated(device) => {
-                device.memory.write(to, bytes);
-                Ok(())
-            }
-        }
-    }
-
-    /// # Safety
-    ///
-    /// As [`CudaDriver::read`] asks.
-    pub(crate) unsafe fn read(
-        &self,
-        from: u64,
-        bytes: &mut [u8],
-        stream: StreamId,
-    ) -> Result<(), CudaError> {
-        match &self.kind {
-            // SAFETY: as the caller promises.
-            Kind::Cuda(driver) => unsafe { driver.read(from, bytes, stream) },
-            Kind::Simulated(device) => {
-                device.memory.read(from, bytes);
-                Ok(())
-            }
-        }
-    }
-
-    /// # Safety
-    ///
-    /// As [`CudaDriver::copy`] asks.
-    pub(crate) unsafe fn copy(
-        &self,
-        from: u64,
-        to: u64,
-        bytes: usize,
-        stream: StreamId,
-    ) -> Result<(), CudaError> {
-        match &self.kind {
-            // SAFETY: as the caller promises.
-            Kind::Cuda(driver) => unsafe { driver.copy(from, to, bytes, stream) },
-            Kind::Simulated(device) => {
-                device.memory.copy(from, to, bytes);
-                Ok(())
-            }
-        }
-    }
-
-    /// # Safety
-    ///
-    /// As [`CudaDriver::fill`] asks.
-    pub(crate) unsafe fn fill(
-        &self,
-        to: u64,
-        bytes: usize,
-        value: u8,
-        stream: StreamId,
-    ) -> Result<(), CudaError> {
-        match &self.kind {
-            // SAFETY: as the caller promises.
-            Kind::Cuda(driver) => unsafe { driver.fill(to, bytes, value, stream) },
-            Kind::Simulated(device) => {
-                device.memory.fill(to, bytes, value);
-                Ok(())
-            }
-        }
+    // Each method passes its preconditions on to its caller.
+    forward_transfers! {
+        write(to: u64, bytes: &[u8]);
+        read(from: u64, bytes: &mut [u8]);
+        copy(from: u64, to: u64, bytes: usize);
+        fill(to: u64, bytes: usize, value: u8);
     }
 }
 
-/// The call that a method of [`Driver`] makes.
+/// Returns the driver call that a method of [`Driver`] makes.
 fn call_of(method: &str) -> Option<Call> {
     let name = method.replace('_', "");
     Call::ALL.into_iter().find(|call| call.to_string().eq_ignore_ascii_case(&name))
 }
 
-/// Writes each method once for all kinds of device. All but the first may be made to fail.
+/// Writes each method once for all kinds of device. Rules can make all but the first fail.
 macro_rules! forward_driver {
     (
         properties() -> Properties;
@@ -308,7 +264,8 @@ impl Drop for DeviceDriver {
         let idle = std::mem::take(&mut *lock(&self.idle));
         if let Kind::Cuda(driver) = &self.kind {
             for stream in idle {
-                // SAFETY: made by `stream_create`; nobody has it, and with the device goes all that may ask about it.
+                // SAFETY: `stream_create` made the stream and nothing uses it; the engine that may
+                // query it is dropped with the driver.
                 let _ = unsafe { driver.stream_destroy(stream) };
             }
         }
@@ -320,12 +277,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_simulated_device_is_shared_with_nobody() {
+    fn a_simulated_device_has_no_other_processes() {
         assert_eq!(DeviceDriver::simulated(0, 1 << 30).processes(), GpuProcesses::default());
     }
 
     #[test]
-    fn every_method_has_a_call_of_its_own() {
+    fn every_method_has_its_own_call() {
         let calls: Vec<Call> = METHODS.iter().map(|method| call_of(method).unwrap()).collect();
         assert_eq!(calls.len(), Call::ALL.len());
         assert!(Call::ALL.iter().all(|call| calls.contains(call)));

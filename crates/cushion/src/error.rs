@@ -1,4 +1,4 @@
-//! What can go wrong for a program, each kind apart.
+//! The errors of this crate.
 
 use cushion_core::options::OptionsError;
 use cushion_core::{AllocError, DriverError, FractionError};
@@ -6,60 +6,60 @@ use cushion_cuda::CudaError;
 
 use crate::devices::DeviceError;
 
-/// Why something could not be done. Nothing was handed out and nothing is lost.
+/// Why a call failed. A failed call allocates nothing and loses nothing.
 #[derive(Debug, Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// There is no memory for it, now or ever; the text has the figures.
+    /// The request does not fit, now or ever; the message has the figures.
     #[error(transparent)]
     Alloc(#[from] AllocError),
     /// The device cannot be used.
     #[error(transparent)]
     Device(#[from] DeviceError),
-    /// A copy, or a call on a stream, failed.
+    /// A copy or a stream call failed.
     #[error(transparent)]
     Cuda(#[from] CudaError),
     /// A call to the driver failed.
     #[error(transparent)]
     Driver(#[from] DriverError),
-    /// An option is no good.
+    /// An option is not valid.
     #[error(transparent)]
     Options(#[from] OptionsError),
-    /// A fraction of the device's memory is no good.
+    /// A memory fraction is not between 0 and 1.
     #[error(transparent)]
     Fraction(#[from] FractionError),
-    /// More than can be addressed.
+    /// The size overflows the address space.
     #[error("{len} elements of {size} bytes each are more than can be addressed")]
     TooLong {
-        /// How many were asked for.
+        /// The number of elements requested.
         len: usize,
-        /// The size of each.
+        /// The size of one element.
         size: usize,
     },
-    /// Two sides of a copy differ.
-    #[error("a copy between {one} and {other} elements: both sides must have as many")]
+    /// The two sides of a copy differ in length.
+    #[error("a copy between {one} and {other} elements: both sides must have the same length")]
     Lengths {
-        /// The buffer's.
+        /// The length of the buffer.
         one: usize,
-        /// The other side's.
+        /// The length of the other side.
         other: usize,
     },
-    /// A stream, or the other side of a copy, is of another device.
+    /// A stream, or the other side of a copy, belongs to another device.
     #[error(
-        "a stream or a buffer of another device: what is done with memory needs those of the device, and of the \
-         cache, that it is from"
+        "the stream or buffer belongs to another device or cache than the memory it is used with"
     )]
     OtherDevice,
     /// CUDA's per-thread default stream.
     #[error(
-        "the per-thread default stream is another stream on every thread, so that memory cannot be handed out in its \
+        "the per-thread default stream differs between threads, so memory cannot be reused in its \
          order: make a stream, or use the default stream"
     )]
     PerThreadStream,
 }
 
 impl Error {
-    /// Whether memory ran out, as opposed to everything else: free some, or wait, and try again.
+    /// Returns whether the request failed because memory ran out: free some, or wait, and try
+    /// again.
     #[must_use]
     pub fn is_out_of_memory(&self) -> bool {
         matches!(self, Self::Alloc(error) if error.shortage().is_some())

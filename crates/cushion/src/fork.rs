@@ -1,11 +1,13 @@
-//! A child made by `fork`, such as a worker that loads data. If this process has used CUDA, the child is left
-//! alone: CUDA does not survive a fork, and a thread that does not exist in the child may have held an engine's lock. Every
-//! entry point becomes harmless there: frees do nothing, figures are zero, and allocations say why they fail. A child
-//! of a process that has not used CUDA yet may use it. Devices with a cache of their own are not watched.
+//! Children made by `fork`, such as data-loader workers. CUDA does not survive a fork, and a thread
+//! that does not exist in the child may have held an engine's lock. So if the parent has used CUDA,
+//! every entry point becomes harmless in the child: frees do nothing, statistics are zero, and
+//! allocations fail with a reason. If the parent has not used CUDA, the child may use it. Devices
+//! with their own cache are not watched.
 //!
-//! Locks that a child may come to all the same, such as that of threads and tasks, which every thread takes as it ends, are
-//! held by the thread that forks while it does: so no other thread has them, and what they guard is whole in the child. Each
-//! is held for a moment at a time, and nothing that the forking thread could hold is waited for with it.
+//! The child still takes some locks: for example, every thread takes the lock of threads and tasks
+//! when it ends. The forking thread holds these locks during the fork, so that no other thread
+//! holds them and their data is consistent in the child. Each of these locks is held only briefly,
+//! and its holder never waits for a lock that the forking thread may hold.
 
 use std::any::Any;
 use std::cell::Cell;
@@ -14,10 +16,10 @@ use std::sync::{Mutex, MutexGuard, Once, PoisonError};
 use crate::devices::devices;
 use crate::{clock, trim};
 
-/// Takes locks, which are held until what is returned is dropped.
+/// Takes locks, and holds them until the returned value is dropped.
 type Take = fn() -> Box<dyn Any>;
 
-/// What else is held, beside the locks of this crate.
+/// Locks of other crates to hold during a fork.
 static TAKES: Mutex<Vec<Take>> = Mutex::new(Vec::new());
 
 fn takes() -> MutexGuard<'static, Vec<Take>> {
@@ -25,12 +27,13 @@ fn takes() -> MutexGuard<'static, Vec<Take>> {
 }
 
 thread_local! {
-    /// What this thread holds while it forks.
+    /// The locks that this thread holds during a fork.
     static HELD: Cell<Option<Box<dyn Any>>> = const { Cell::new(None) };
 }
 
-/// Has locks held whenever this process forks, so that a child never finds one that a thread held which it does not have.
-/// Whoever holds one may wait for other such locks, if `take` takes those later, and for nothing else.
+/// Registers a function that takes locks. They are held whenever this process forks, so that the
+/// child never finds one locked by a thread it does not have. A holder of such a lock may wait only
+/// for locks that `take` takes later.
 pub fn hold_in_forks(take: fn() -> Box<dyn Any>) {
     takes().push(take);
     watch();
@@ -40,10 +43,10 @@ extern "C" fn before() {
     let takes = takes();
     let others: Vec<_> = takes.iter().map(|take| take()).collect();
     let own = (trim::hold(), clock::hold_alarms());
-    // Last: the others may be held by somebody who asks for whom a thread works.
+    // Last, because a holder of the other locks may ask for the owner of a thread.
     let owners = cushion_core::hold_owners();
     let held: Box<dyn Any> = Box::new((owners, own, others, takes));
-    // A thread at its very end has no place for them any more: then they are not held.
+    // A thread that is exiting has no thread-local storage left; then the locks are released here.
     let _ = HELD.try_with(|place| place.set(Some(held)));
 }
 
@@ -56,13 +59,13 @@ extern "C" fn in_the_child() {
     in_the_parent();
 }
 
-/// Watches for forks from now on.
+/// Installs the fork handlers, once.
 pub(crate) fn watch() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
-        // SAFETY: the handlers take locks that are held for a moment at a time and let them go again, look at a flag and
-        // store one; none panics, and code that has been used for CUDA is never unloaded. Failure means no memory for the
-        // list of handlers; then a child is as it was without them.
+        // SAFETY: the handlers take and release locks that are held only briefly, and read and
+        // store a flag. They do not panic, and code that has used CUDA is never unloaded. A failure
+        // means that the handler list is out of memory; then forks work as without handlers.
         let _ =
             unsafe { libc::pthread_atfork(Some(before), Some(in_the_parent), Some(in_the_child)) };
     });

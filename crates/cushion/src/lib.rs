@@ -1,8 +1,9 @@
-//! Cushion for Rust programs: a caching CUDA memory allocator that keeps them alive when memory runs out.
+//! Cushion for Rust programs: a caching CUDA memory allocator that keeps them alive when memory
+//! runs out.
 //!
-//! [`Device`] is a GPU with its cache, [`Buffer`] typed memory on it, [`Stream`] the order of its work. The driver
-//! is loaded at run time: a program built with this crate starts, and its tests run, on a machine without CUDA,
-//! where [`Device::simulated`] takes the place of a GPU.
+//! [`Device`] is a GPU with its cache, [`Buffer`] is typed memory on it, and [`Stream`] orders its
+//! work. The CUDA driver is loaded at run time: a program built with this crate starts, and its
+//! tests run, on a machine without CUDA, where [`Device::simulated`] replaces the GPU.
 //!
 //! ```
 //! # fn main() -> Result<(), cushion::Error> {
@@ -12,7 +13,7 @@
 //! # */
 //! let stream = gpu.new_stream()?;
 //! let host = [1_u32, 2, 3];
-//! let a = gpu.alloc_zeros::<f32>(1 << 20, &stream)?; // typed; dropping it gives it back in stream order
+//! let a = gpu.alloc_zeros::<f32>(1 << 20, &stream)?; // dropping it frees it in stream order
 //! let b = gpu.alloc_copy(&host, &stream)?;
 //! assert_eq!(b.to_vec(&stream)?, host);
 //! # drop(a);
@@ -22,9 +23,9 @@
 //!
 //! # When memory runs out
 //!
-//! An allocation is refused with an [`Error`] that says what was asked for, what the device has, what is cached and
-//! what was tried; [`Error::is_out_of_memory`] tells it from the others. Nothing is lost, and the next allocation
-//! that fits is served.
+//! A refused allocation returns an [`Error`] with the requested bytes, the device's memory, the
+//! cached bytes and the steps that were tried. [`Error::is_out_of_memory`] distinguishes it from
+//! other errors. Nothing is lost, and the next allocation that fits is served.
 //!
 //! ```
 //! let gpu = cushion::Device::simulated(1 << 30);
@@ -37,43 +38,45 @@
 //! # Ok::<(), cushion::Error>(())
 //! ```
 //!
-//! Before that, everything is tried that may help: what is cached is laid out anew, [callbacks](Device::on_shortage)
-//! are asked, other threads are waited for, and at last host memory serves, if it may. [`Device::receipts`] has what
-//! became of each shortage. How long a request waits, and from whom, can be said:
+//! Before it refuses a request, Cushion tries every step that may help: it rearranges cached
+//! memory, asks [callbacks](Device::on_shortage), waits for other threads, and finally uses host
+//! memory if that is allowed. [`Device::receipts`] returns the record of each shortage. A program
+//! can set how long a request waits, and its priority:
 //!
 //! ```
 //! use std::time::Duration;
 //!
 //! use cushion::{Device, Error, Task, set_budget, set_priority};
 //!
-//! // A request waits a second at most; 512 MiB of host memory may serve those of 16 MiB and over.
+//! // A request waits at most a second; 512 MiB of host memory may serve requests of 16 MiB and more.
 //! let gpu = Device::builder().conf("wait_ms:1000,spill_limit_mb:512")?.simulated(1 << 30);
 //! let stream = gpu.default_stream();
 //! set_budget(Some(Duration::from_millis(10))); // this thread's requests, from now on
-//! set_priority(7); // served before those of lower priority
+//! set_priority(7); // served before requests of lower priority
 //!
-//! let task = Task::new("batch 12", 0); // several threads may work for it
+//! let task = Task::new("batch 12", 0); // several threads may work for one task
 //! let working = task.enter();
 //! let most = gpu.alloc_zeros::<u8>(900 << 20, &stream)?;
 //! let spilled = gpu.alloc_zeros::<u8>(200 << 20, &stream)?;
 //! let refused = gpu.alloc_zeros::<u8>(400 << 20, &stream).unwrap_err();
 //! # use cushion::AllocError;
-//! assert!(matches!(refused, Error::Alloc(AllocError::Split(_)))); // nobody else holds any
+//! assert!(matches!(refused, Error::Alloc(AllocError::Split(_)))); // no other thread or task holds memory
 //! drop(working);
 //! for receipt in gpu.receipts() {
-//!     println!("{receipt}"); // shortage 1 on device 0: 200.00 MiB for task batch 12, survived by spill ...
+//!     // shortage 1 on device 0: 200.00 MiB for task batch 12, survived by spill ...
+//!     println!("{receipt}");
 //! }
 //! # assert_eq!(gpu.receipts().len(), 2);
 //! # set_budget(None);
 //! # Ok::<(), cushion::Error>(())
 //! ```
 //!
-//! Memory can be a future of any runtime, and can be made ready before it is needed:
+//! An allocation can be a future of any runtime, and memory can be prepared ahead of time:
 //!
 //! ```
 //! # async fn serve(gpu: cushion::Device) -> Result<(), cushion::Error> {
 //! let stream = gpu.new_stream()?;
-//! gpu.prefetch(1 << 30, &stream)?; // now, rather than in the middle of something
+//! gpu.prefetch(1 << 30, &stream)?; // ahead of time
 //! let buffer = gpu.alloc_zeros_async::<f32>(1 << 20, &stream).await?; // no thread waits
 //! # drop(buffer);
 //! # Ok(())
@@ -82,8 +85,8 @@
 //!
 //! # Several streams
 //!
-//! A buffer belongs to the stream it was allocated on. Work on another stream that uses it has to be noted, so that
-//! its memory is not handed out again too early:
+//! A buffer belongs to the stream it was allocated on. Work on another stream must be recorded, so
+//! that the memory is not reused too early:
 //!
 //! ```
 //! let gpu = cushion::Device::simulated(1 << 30);
@@ -91,19 +94,20 @@
 //! let buffer = gpu.alloc_zeros::<u64>(1000, &main)?;
 //! // ... a kernel on `side` that reads `buffer` ...
 //! buffer.record_stream(&side)?;
-//! drop(buffer); // handed out again once `side` is done with it
+//! drop(buffer); // reused once `side` is done with it
 //! # Ok::<(), cushion::Error>(())
 //! ```
 //!
 //! # Features
 //!
-//! - `cudarc`: streams of that crate's in the place of [`Stream`], and buffers as arguments of its kernels
-//!   (`Buffer::cudarc`, `Buffer::cudarc_mut`), without its ever freeing them.
+//! - `cudarc`: accepts streams of cudarc in place of [`Stream`], and passes buffers to its kernels
+//!   as arguments (`Buffer::cudarc`, `Buffer::cudarc_mut`). cudarc never frees them.
 //!
 //! # For bindings
 //!
-//! [`devices`] holds the engines that everybody in a process shares, one per GPU; [`core`] is the engine itself.
-//! [`write_receipts`] and [`inject`] are for one engine what the methods of [`Device`] are.
+//! [`devices`] holds the engines that all users in a process share, one per GPU; [`core`] is the
+//! engine itself. [`write_receipts`] and [`inject`] do for one engine what the methods of
+//! [`Device`] do.
 
 mod buffer;
 mod clock;
@@ -114,6 +118,7 @@ mod devices;
 mod driver;
 mod error;
 mod fork;
+mod panics;
 mod receipts;
 mod shortage;
 mod stream;
@@ -134,6 +139,8 @@ pub use driver::DeviceDriver;
 pub use error::Error;
 #[doc(hidden)]
 pub use fork::hold_in_forks;
+#[doc(hidden)]
+pub use panics::panic_text;
 pub use receipts::{LostReceipts, lost_receipts, write_receipts};
 pub use shortage::{BufferFuture, inject};
 pub use stream::{AsStream, Stream};

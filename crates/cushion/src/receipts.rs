@@ -1,8 +1,8 @@
-//! Receipts as lines of JSON in a file.
+//! Writes receipts to a file as lines of JSON.
 //!
-//! Each is one write of a whole line to the end of the file, so that a process that is killed loses its last
-//! line at most, and several processes may share a file. What cannot be written is counted: a full disk is no
-//! reason to fail an allocation, nor to keep quiet.
+//! Each receipt is one write of a whole line to the end of the file. A killed process loses at most
+//! its last line, and several processes may share a file. Receipts that cannot be written are
+//! counted: a full disk must not fail an allocation, but must not pass unnoticed either.
 
 use std::fs::{self, File};
 use std::io::{self, ErrorKind, Read as _, Seek as _, SeekFrom, Write};
@@ -17,13 +17,13 @@ use crate::devices::{DeviceEngine, DeviceError};
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct LostReceipts {
-    /// How many.
+    /// The number of lost receipts.
     pub count: u64,
-    /// Why the first could not.
+    /// The error of the first lost receipt.
     pub first: Option<String>,
 }
 
-/// Where the receipts of a device go.
+/// The file for the receipts of one device.
 #[derive(Debug, Default)]
 pub(crate) struct ReceiptLog {
     inner: Mutex<Inner<File>>,
@@ -54,19 +54,19 @@ impl ReceiptLog {
     }
 }
 
-/// Opens a file for receipts, and makes it if need be.
+/// Opens a file for receipts, creating it if necessary.
 pub(crate) fn open_receipts(path: &Path) -> Result<File, DeviceError> {
     let failed = |source| DeviceError::Receipts { path: path.to_owned(), source: Arc::new(source) };
     File::options().append(true).create(true).open(path).map_err(failed)
 }
 
-/// Writes every receipt of an engine to the end of a file from now on, as a line of JSON; to this one in the
-/// place of the one before. The file is made if need be. What [`Device::write_receipts`](crate::Device::write_receipts)
-/// does.
+/// Appends every receipt of an engine to a file from now on, as a line of JSON. The file replaces
+/// an earlier one, and is created if necessary.
+/// [`Device::write_receipts`](crate::Device::write_receipts) does this for its device.
 pub fn write_receipts(engine: &DeviceEngine, path: impl AsRef<Path>) -> Result<(), DeviceError> {
     let path = path.as_ref();
     let file = open_receipts(path)?;
-    let is_torn = ends_in_a_line(path);
+    let is_torn = ends_mid_line(path);
     let log = engine.driver().receipt_log();
     let listens = {
         let mut inner = log.inner();
@@ -80,19 +80,20 @@ pub fn write_receipts(engine: &DeviceEngine, path: impl AsRef<Path>) -> Result<(
     Ok(())
 }
 
-/// Receipts of an engine that could not be written, and why the first could not.
+/// Returns the number of an engine's receipts that could not be written, and the first error.
 #[must_use]
 pub fn lost_receipts(engine: &DeviceEngine) -> LostReceipts {
     engine.driver().receipt_log().lost()
 }
 
-/// Receipts of an engine are written no longer.
+/// Stops writing the receipts of an engine.
 pub(crate) fn stop_receipts(engine: &DeviceEngine) {
     engine.driver().receipt_log().inner().file = None;
 }
 
-/// Whether a process that was killed left the file in the middle of a line. Pipes and the like have no end.
-fn ends_in_a_line(path: &Path) -> bool {
+/// Returns whether the file ends in the middle of a line, as a killed process may leave it. A pipe
+/// or device has no end, and so returns false.
+fn ends_mid_line(path: &Path) -> bool {
     if !fs::metadata(path).is_ok_and(|what| what.is_file() && what.len() > 0) {
         return false;
     }
@@ -129,7 +130,8 @@ impl<W: Write> Inner<W> {
     }
 }
 
-/// One write, whole or not: a second one for the rest might come after somebody else's line.
+/// Makes one write and returns how many bytes it took. A second write for the rest could land after
+/// another process's line.
 fn write_once(file: &mut impl Write, line: &[u8]) -> io::Result<usize> {
     loop {
         match file.write(line) {
@@ -151,7 +153,7 @@ mod tests {
         Arc::clone(&engine.receipts()[0])
     }
 
-    /// A disk with so much room, that counts writes.
+    /// A disk with limited room that counts writes.
     #[derive(Debug, Default)]
     struct Disk {
         room: usize,
@@ -180,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_fit_is_counted_and_the_next_line_is_whole() {
+    fn a_short_write_is_counted_and_the_next_line_is_whole() {
         let receipt = receipt();
         let length = serde_json::to_string(&*receipt).unwrap().len() + 1;
         let disk = Disk { room: length + 10, ..Disk::default() };

@@ -1,5 +1,5 @@
-//! What a program has to do with shortages: callbacks, receipts, memory ahead of time or as a future, and
-//! failures made up to test it all.
+//! Shortages as a program sees them: callbacks, receipts, prefetching, futures, and injected
+//! failures to test it all.
 
 use std::fmt;
 use std::marker::PhantomData;
@@ -20,12 +20,13 @@ use crate::receipts::{LostReceipts, lost_receipts, write_receipts};
 use crate::stream::AsStream;
 
 impl Device {
-    /// Calls `callback` when memory runs out and nothing else has helped, those of higher priority first,
-    /// until the request can be served. It may free, and even allocate: no lock is held. It is never
-    /// re-entered, and what it panics with ends there.
+    /// Registers a callback for when memory runs out and nothing else has helped. Callbacks are
+    /// called by descending priority until the request can be served. A callback may free, and even
+    /// allocate: no lock is held. It is never re-entered, and its panics are caught.
     ///
-    /// It is kept, with all that it holds, until [`remove_callback`](Self::remove_callback). A device with a
-    /// cache of its own lives as long as a callback that holds a clone of it, or a buffer.
+    /// The callback, with all that it captures, is kept until
+    /// [`remove_callback`](Self::remove_callback). If it captures a clone of a device with its own
+    /// cache, or a buffer of it, that device lives as long.
     ///
     /// ```
     /// use std::sync::{Arc, Mutex};
@@ -51,28 +52,29 @@ impl Device {
         self.engine().on_shortage(priority, callback)
     }
 
-    /// Takes a callback away; false if it is gone already. One that runs now runs on.
+    /// Removes a callback; returns false if it has been removed already. A running callback is not
+    /// interrupted.
     pub fn remove_callback(&self, callback: CallbackId) -> bool {
         self.engine().remove_callback(callback)
     }
 
     // ---- receipts ----
 
-    /// The latest shortages, survived and refused, oldest first; 256 are kept.
+    /// Returns the latest shortages, survived and refused, oldest first; 256 are kept.
     #[must_use]
     pub fn receipts(&self) -> Vec<Arc<Receipt>> {
         self.engine().receipts()
     }
 
-    /// Writes every receipt to the end of a file from now on, one JSON object per line; to this file in the
-    /// place of the one before. A process that is killed loses its last line at most. The file is opened, and
-    /// made if need be, now; what cannot be written later is no error of an allocation, and is counted by
-    /// [`lost_receipts`](Self::lost_receipts).
+    /// Appends every receipt to a file from now on, one JSON object per line. The file replaces an
+    /// earlier one. It is opened now, and created if necessary. A killed process loses at most its
+    /// last line. A receipt that cannot be written later does not fail an allocation;
+    /// [`lost_receipts`](Self::lost_receipts) counts it.
     pub fn write_receipts(&self, path: impl AsRef<Path>) -> Result<(), Error> {
         Ok(write_receipts(self.engine(), path)?)
     }
 
-    /// Receipts that could not be written, and why the first could not.
+    /// Returns the number of receipts that could not be written, and the first error.
     #[must_use]
     pub fn lost_receipts(&self) -> LostReceipts {
         lost_receipts(self.engine())
@@ -80,14 +82,16 @@ impl Device {
 
     // ---- ahead of time, and as a future ----
 
-    /// Prepares memory: afterwards a request of `bytes` bytes on `stream` needs nothing from the device.
-    /// What the device has no room for is won as for an allocation, or refused as one is.
+    /// Prepares memory: afterwards a request of `bytes` bytes on `stream` needs nothing from the
+    /// device. If the device has no room, the call tries the same steps as an allocation, and fails
+    /// like one.
     pub fn prefetch(&self, bytes: u64, stream: &(impl AsStream + ?Sized)) -> Result<(), Error> {
         Ok(self.engine().prefetch(bytes, self.using(stream)?)?)
     }
 
-    /// As [`alloc_zeros`](Self::alloc_zeros), as a future of any runtime: no thread waits. Futures are served
-    /// in the order in which they were first polled. Dropped before it is ready, one gives its place back.
+    /// Allocates as [`alloc_zeros`](Self::alloc_zeros) does, as a future of any runtime: no thread
+    /// waits. Futures are served in the order of their first polls. A future that is dropped before
+    /// it is ready gives up its place in the queue.
     pub fn alloc_zeros_async<T: Zeroable>(
         &self,
         len: usize,
@@ -96,7 +100,7 @@ impl Device {
         BufferFuture::new(self, len, stream, true)
     }
 
-    /// As [`alloc_uninit`](Self::alloc_uninit), as a future: see
+    /// Allocates as [`alloc_uninit`](Self::alloc_uninit) does, as a future: see
     /// [`alloc_zeros_async`](Self::alloc_zeros_async).
     pub fn alloc_uninit_async<T: AnyBitPattern>(
         &self,
@@ -106,10 +110,10 @@ impl Device {
         BufferFuture::new(self, len, stream, false)
     }
 
-    // ---- made-up failures ----
+    // ---- injected failures ----
 
-    /// Makes allocations, and calls of the driver, fail from now on as the rules say, to test how a program
-    /// takes it; says so on standard error. Rules given before are forgotten.
+    /// Makes allocations and driver calls fail by the given rules from now on, to test how a
+    /// program copes. Prints a warning on standard error. The rules replace earlier ones.
     ///
     /// ```
     /// let gpu = cushion::Device::simulated(1 << 30);
@@ -124,17 +128,18 @@ impl Device {
         inject(self.engine(), Some(injection));
     }
 
-    /// Nothing is made to fail any more.
+    /// Stops injecting failures.
     pub fn stop_injecting(&self) {
         inject(self.engine(), None);
     }
 }
 
-/// Makes allocations of an engine, and calls of its driver, fail from now on as the rules say, and says so on
-/// standard error; `None` ends it. What [`Device::inject`] and [`Device::stop_injecting`] do.
+/// Makes an engine's allocations and driver calls fail by the given rules from now on, and prints a
+/// warning on standard error; `None` stops it. [`Device::inject`] and [`Device::stop_injecting`] do
+/// this for their device.
 #[expect(
     clippy::print_stderr,
-    reason = "nobody is to take a failure that was asked for, and forgotten, for a real one"
+    reason = "a forgotten injected failure must not be taken for a real one"
 )]
 pub fn inject(engine: &DeviceEngine, injection: Option<&Injection>) {
     let driver = engine.driver();
@@ -149,7 +154,7 @@ pub fn inject(engine: &DeviceEngine, injection: Option<&Injection>) {
     engine.inject(injection.cloned());
 }
 
-/// A buffer to come: see [`Device::alloc_zeros_async`].
+/// The future of a buffer: see [`Device::alloc_zeros_async`].
 #[must_use = "a future does nothing unless it is polled"]
 pub struct BufferFuture<'a, T> {
     device: &'a Device,
@@ -161,7 +166,7 @@ pub struct BufferFuture<'a, T> {
 
 enum Stage<'a> {
     Asked(AllocFuture<'a, DeviceDriver>, cushion_core::StreamId),
-    /// It was wrong from the beginning.
+    /// The arguments were not valid; the first poll returns the error.
     Wrong(Error),
     Done,
 }
@@ -187,7 +192,7 @@ impl<T> Future for BufferFuture<'_, T> {
 
     /// # Panics
     ///
-    /// If it is polled after it was ready.
+    /// If the future is polled after it was ready.
     fn poll(mut self: Pin<&mut Self>, polled: &mut Context<'_>) -> Poll<Self::Output> {
         let this = &mut *self;
         if let Stage::Asked(asked, stream) = &mut this.stage {

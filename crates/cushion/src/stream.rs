@@ -1,4 +1,4 @@
-//! Streams: the order in which a device does its work.
+//! Streams, which order the work of a device.
 
 use std::any::Any;
 use std::sync::Arc;
@@ -8,32 +8,32 @@ use cushion_core::StreamId;
 use crate::device::Device;
 use crate::error::Error;
 
-/// Whatever stands for a CUDA stream: [`Stream`], with the feature `cudarc` that crate's streams, and those of
-/// other bindings.
+/// A type that stands for a CUDA stream: [`Stream`], cudarc's streams with the feature `cudarc`,
+/// and streams of other bindings.
 ///
 /// # Safety
 ///
-/// The handle is that of a stream of CUDA's, or zero for the default stream, of a device for which
-/// [`is_of`](Self::is_of) is true. It stays so for as long as a device lives on which it was used, or what
-/// [`owner`](Self::owner) gives: Cushion knows memory by the handles of its streams, and may ask CUDA about one long
-/// after its last use.
+/// The handle is that of a CUDA stream, or zero for the default stream, of a device for which
+/// [`is_of`](Self::is_of) returns true. It stays valid as long as any device on which it was used,
+/// or as long as the value of [`owner`](Self::owner): Cushion identifies memory by stream handles,
+/// and may query a stream long after its last use.
 pub unsafe trait AsStream {
-    /// The raw handle.
+    /// Returns the raw handle.
     fn stream_id(&self) -> StreamId;
 
-    /// Whether it may be used on this device.
+    /// Returns whether the stream may be used on this device.
     fn is_of(&self, device: &Device) -> bool;
 
-    /// What keeps the stream from being destroyed; a device keeps it from its first use there on. `None` if nothing
-    /// ever destroys it.
+    /// Returns the value that keeps the stream from being destroyed. A device keeps it from the
+    /// stream's first use on. Returns `None` if nothing ever destroys the stream.
     fn owner(&self) -> Option<Arc<dyn Any + Send + Sync>>;
 }
 
-/// The handle that CUDA takes for the default stream of whatever thread asks.
+/// CUDA's handle for the default stream of the calling thread.
 const PER_THREAD: StreamId = StreamId(2);
 
 impl Device {
-    /// The handle of a stream that is to be used here.
+    /// Checks a stream for use on this device and returns its handle.
     pub(crate) fn using(&self, stream: &(impl AsStream + ?Sized)) -> Result<StreamId, Error> {
         if !stream.is_of(self) {
             return Err(Error::OtherDevice);
@@ -44,7 +44,8 @@ impl Device {
         Ok(id)
     }
 
-    /// Refuses what stands for several streams at once: memory could not be handed out in their order.
+    /// Refuses the per-thread default stream: it stands for several streams, so memory cannot be
+    /// reused in its order.
     pub fn check_stream(&self, stream: StreamId) -> Result<(), Error> {
         if stream == PER_THREAD && !self.is_simulated() {
             Err(Error::PerThreadStream)
@@ -54,7 +55,7 @@ impl Device {
     }
 }
 
-/// A stream of one device. When it is dropped its work goes on, and the stream is kept for the next
+/// A stream of one device. Dropping it does not stop its work; the stream is reused by a later
 /// [`new_stream`](Device::new_stream).
 #[derive(Debug)]
 pub struct Stream {
@@ -73,18 +74,18 @@ impl Stream {
         Self { device: device.clone(), id: StreamId(0), owned: false }
     }
 
-    /// A stream that somebody else made.
+    /// Wraps a stream that was made elsewhere.
     ///
     /// # Safety
     ///
-    /// `id` is the handle of a stream of this device, or zero, and is not destroyed before the device and all that
-    /// is of it.
+    /// `id` is the handle of a stream of this device, or zero. It is not destroyed before the
+    /// device, its buffers and its streams.
     #[must_use]
     pub unsafe fn from_raw(device: &Device, id: StreamId) -> Self {
         Self { device: device.clone(), id, owned: false }
     }
 
-    /// The device.
+    /// Returns the device of the stream.
     #[must_use]
     pub fn device(&self) -> &Device {
         &self.device
@@ -96,8 +97,8 @@ impl Stream {
     }
 }
 
-// SAFETY: the handle is of the driver's making, which destroys no stream before the device goes, or its maker has
-// promised the same.
+// SAFETY: the driver made the handle and destroys no stream before the device, or the caller of
+// `from_raw` promised the same.
 unsafe impl AsStream for Stream {
     fn stream_id(&self) -> StreamId {
         self.id
@@ -108,7 +109,7 @@ unsafe impl AsStream for Stream {
     }
 
     fn owner(&self) -> Option<Arc<dyn Any + Send + Sync>> {
-        // The device that it is of has it.
+        // The device itself keeps the stream.
         None
     }
 }

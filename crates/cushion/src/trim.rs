@@ -1,7 +1,8 @@
-//! A thread that gives back what the program has not needed for a while.
+//! A thread that releases memory which the program has not needed for a while.
 //!
-//! It is there from the first GPU on, looks now and then, and does nothing as long as there is nothing to give back. It
-//! never waits for a device. In a child made by fork it does not exist, and no engine of the process can be reached.
+//! The thread starts with the first GPU. It wakes periodically, and does nothing if no memory is
+//! idle. It never waits for a device. In a child made by fork the thread does not exist, and no
+//! engine can be reached.
 
 use std::sync::{Arc, Mutex, MutexGuard, Once, PoisonError, Weak};
 use std::time::Duration;
@@ -11,33 +12,34 @@ use cushion_core::{Bell, Clock as _};
 use crate::clock::SystemClock;
 use crate::devices::{DeviceEngine, devices};
 
-/// How often it looks. Each engine knows itself when its time is up.
+/// How often the thread wakes. Each engine tracks by itself when its memory has been idle long
+/// enough.
 const LOOKS: Duration = Duration::from_secs(2);
 
-/// Engines that are not the process's: each goes with its last user.
+/// Engines of devices with their own cache; each is dropped with its last user.
 static OWN: Mutex<Vec<Weak<DeviceEngine>>> = Mutex::new(Vec::new());
 
 fn own() -> MutexGuard<'static, Vec<Weak<DeviceEngine>>> {
     OWN.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Holds the list of those engines, while this process forks.
+/// Locks the list of these engines while this process forks.
 pub(crate) fn hold() -> impl Sized + 'static {
     own()
 }
 
-/// Looks after an engine that is not the process's, too.
+/// Trims an engine of a device with its own cache, too.
 pub(crate) fn begin_with(engine: &Arc<DeviceEngine>) {
     own().push(Arc::downgrade(engine));
     begin();
 }
 
-/// Begins to look, if nobody does yet.
+/// Starts the thread, once.
 pub(crate) fn begin() {
     static BEGUN: Once = Once::new();
     BEGUN.call_once(|| {
         let thread = std::thread::Builder::new().name("cushion-trim".to_owned());
-        // Without a thread memory is given back when it is asked for, as with PyTorch.
+        // Without the thread, memory is released only on request, as PyTorch does.
         let _ = thread.spawn(|| {
             let (clock, nobody_rings) = (SystemClock::new(), Bell::default());
             loop {
@@ -49,7 +51,7 @@ pub(crate) fn begin() {
 }
 
 fn look() {
-    // A driver that fails here fails the next request, too, and that one tells.
+    // A driver that fails here also fails the next request, which reports it.
     for (_, engine) in devices().made() {
         let _ = engine.trim();
     }
@@ -71,7 +73,7 @@ mod tests {
     use crate::driver::DeviceDriver;
 
     #[test]
-    fn engines_of_their_own_are_looked_after_and_not_kept() {
+    fn own_engines_are_trimmed_and_not_kept_alive() {
         let clock = Arc::new(SystemClock::new());
         let options = Options::parse("paged:True,trim_ms:2").unwrap().options;
         let config = EngineConfig { options, clock: clock.clone(), ..EngineConfig::default() };

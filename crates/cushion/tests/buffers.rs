@@ -1,4 +1,4 @@
-//! What Rust programs rely on: buffers, streams and figures, on the simulated device.
+//! Buffers, streams and statistics on the simulated device.
 
 #[cfg(test)]
 mod tests {
@@ -15,7 +15,7 @@ mod tests {
     }
 
     #[test]
-    fn zeros_are_zeros_even_where_something_was_before() {
+    fn alloc_zeros_clears_reused_memory() {
         let gpu = gpu();
         let stream = gpu.new_stream().unwrap();
         let before = gpu.alloc_copy(&[7_u8; 5000], &stream).unwrap();
@@ -27,7 +27,7 @@ mod tests {
     }
 
     #[test]
-    fn copies_come_back_as_they_went() {
+    fn copies_round_trip() {
         let gpu = gpu();
         let stream = gpu.default_stream();
         let host: Vec<f64> = (0..10_000).map(f64::from).collect();
@@ -44,7 +44,7 @@ mod tests {
     }
 
     #[test]
-    fn lengths_have_to_agree() {
+    fn copies_between_different_lengths_are_refused() {
         let gpu = gpu();
         let stream = gpu.default_stream();
         let mut three = gpu.alloc_zeros::<u32>(3, &stream).unwrap();
@@ -61,7 +61,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_of_another_device_is_refused() {
+    fn streams_and_buffers_of_another_device_are_refused() {
         let (gpu, other) = (gpu(), gpu());
         let (here, there) = (gpu.new_stream().unwrap(), other.new_stream().unwrap());
         let mut buffer = gpu.alloc_zeros::<u32>(3, &here).unwrap();
@@ -83,7 +83,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stream_that_is_dropped_serves_again() {
+    fn a_dropped_stream_is_reused() {
         let gpu = gpu();
         let stream = gpu.new_stream().unwrap();
         let (id, buffer) = (stream.stream_id(), gpu.alloc_zeros::<u8>(9, &stream).unwrap());
@@ -95,7 +95,7 @@ mod tests {
     }
 
     #[test]
-    fn a_buffer_of_nothing_needs_nothing() {
+    fn empty_buffers_allocate_nothing() {
         let gpu = gpu();
         let stream = gpu.default_stream();
         let mut empty = gpu.alloc_zeros::<f32>(0, &stream).unwrap();
@@ -113,7 +113,7 @@ mod tests {
     }
 
     #[test]
-    fn figures_follow_the_buffers() {
+    fn statistics_follow_the_buffers() {
         let gpu = gpu();
         let stream = gpu.default_stream();
         let one = gpu.alloc_zeros::<f32>(256, &stream).unwrap();
@@ -140,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn running_out_is_an_error_with_figures_and_not_the_end() {
+    fn out_of_memory_is_a_recoverable_error_with_figures() {
         let gpu = gpu();
         let stream = gpu.default_stream();
         let most = gpu.alloc_zeros::<u8>(900 << 20, &stream).unwrap();
@@ -173,7 +173,7 @@ mod tests {
     }
 
     #[test]
-    fn copies_on_another_stream_are_noted_by_themselves() {
+    fn copies_record_their_stream() {
         let gpu = gpu();
         let simulator = gpu.engine().driver().simulator().unwrap();
         let (main, side) = (gpu.new_stream().unwrap(), gpu.new_stream().unwrap());
@@ -216,14 +216,14 @@ mod tests {
     }
 
     #[test]
-    fn addresses_can_leave_and_come_back() {
+    fn into_raw_and_from_raw_round_trip() {
         let gpu = gpu();
         let stream = gpu.new_stream().unwrap();
         let buffer = gpu.alloc_copy(&[5_u16; 6], &stream).unwrap();
         let (len, id) = (buffer.len(), buffer.stream_id());
         let address = buffer.into_raw();
         assert_eq!(gpu.memory_allocated(), 512);
-        // SAFETY: of `into_raw`, with its length and stream.
+        // SAFETY: the address comes from `into_raw`, with its length and stream.
         let again = unsafe { Buffer::<u16>::from_raw(&gpu, address, len, id) };
         assert_eq!(again.to_vec(&stream).unwrap(), [5; 6]);
         drop(again);
@@ -231,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn a_builder_takes_policies_options_and_says_what_is_wrong_with_them() {
+    fn the_builder_takes_policies_and_options_and_reports_errors() {
         for policy in Policy::ALL {
             let gpu = Device::builder().policy(policy).simulated(GIB);
             assert_eq!(gpu.engine().policy(), policy);

@@ -1,5 +1,5 @@
-//! Children made by fork, in a process of its own: whichever lock of Cushion's another thread held at that moment, a child
-//! does not wait for it.
+//! Children made by fork never wait for a lock that another thread of the parent held. Runs in its
+//! own process.
 
 #[cfg(test)]
 mod tests {
@@ -9,12 +9,12 @@ mod tests {
     use cushion::core::{current_owner, set_followers};
     use cushion::{DeviceError, StreamId, Task, devices, set_budget, set_priority};
 
-    /// So often that a lock is held at some of them.
+    /// Enough children that some fork happens while a lock is held.
     const CHILDREN: u32 = 200;
-    /// A child that takes longer hangs.
+    /// A child that takes longer is taken to hang.
     const SECONDS: u32 = 20;
 
-    /// What a child may do: all of it knows which threads and tasks there are.
+    /// Does what a child may do. All of it takes the lock of threads and tasks.
     fn live() {
         let own = current_owner();
         set_priority(1);
@@ -31,28 +31,29 @@ mod tests {
         assert!(matches!(devices().get_or_make(0), Err(DeviceError::Forked)));
     }
 
-    /// Makes a child, and returns how it ended. It ends as programs do: what is left to its thread is dropped.
+    /// Forks a child and returns its exit status. The child ends through `exit`, which runs its
+    /// thread-local destructors.
     fn child() -> i32 {
-        // SAFETY: the child runs on in a copy of this thread alone. What it takes beside Cushion's own is the allocator, which
-        // the C library makes usable there.
+        // SAFETY: the child continues in a copy of this thread alone. Beside Cushion's locks it
+        // takes the allocator's, which the C library makes usable in the child.
         let process = unsafe { libc::fork() };
         if process == 0 {
-            // SAFETY: it has no precondition.
+            // SAFETY: `alarm` has no precondition.
             unsafe { libc::alarm(SECONDS) };
             let lived = std::panic::catch_unwind(live).is_ok();
-            // SAFETY: no other thread of this process is left that could end it meanwhile.
+            // SAFETY: this process has no other thread that could call `exit` at the same time.
             unsafe { libc::exit(i32::from(!lived)) };
         }
         assert!(process > 0, "{}", std::io::Error::last_os_error());
         let mut status = 0;
-        // SAFETY: the child is ours, and `status` can be written to.
+        // SAFETY: the process is our child, and `status` is writable.
         let ended = unsafe { libc::waitpid(process, &raw mut status, 0) };
         assert_eq!(ended, process);
         status
     }
 
     #[test]
-    fn a_child_waits_for_no_lock_that_another_thread_held() {
+    fn a_child_never_waits_for_a_lock_held_by_another_thread() {
         static STOP: AtomicBool = AtomicBool::new(false);
         set_followers(|| false);
         devices().simulate(1 << 30).unwrap();
@@ -71,7 +72,7 @@ mod tests {
             let ends: Vec<i32> =
                 (0..CHILDREN).map(|_| child()).take_while(|&end| end == 0).collect();
             STOP.store(true, Ordering::Relaxed);
-            assert_eq!(ends.len(), CHILDREN as usize, "the child after them hung or failed");
+            assert_eq!(ends.len(), CHILDREN as usize, "the next child hung or failed");
         });
         gpu.free(kept).unwrap();
         gpu.check_invariants().unwrap();

@@ -1,4 +1,4 @@
-//! What Rust programs rely on when memory runs out, on the simulated device.
+//! Shortages as Rust programs see them, on the simulated device.
 
 #[cfg(test)]
 mod tests {
@@ -49,12 +49,12 @@ mod tests {
         }
     }
 
-    /// Polls once; whoever wakes it wakes nobody.
+    /// Polls once, with a waker that does nothing.
     fn poll<T>(future: &mut BufferFuture<'_, T>) -> Poll<Result<Buffer<T>, Error>> {
         Pin::new(future).poll(&mut Context::from_waker(Waker::noop()))
     }
 
-    /// A thread that holds so much until it is told to give it back.
+    /// Starts a thread that holds `mib` MiB. The returned function makes it free them.
     fn holder(gpu: &Device, mib: usize) -> impl FnOnce() + use<> {
         let gpu = gpu.clone();
         let (has, had) = std::sync::mpsc::channel();
@@ -73,7 +73,7 @@ mod tests {
     }
 
     #[test]
-    fn a_callback_gives_up_what_the_program_can_do_without() {
+    fn a_callback_frees_memory_for_a_request() {
         let gpu = gpu();
         let spare = Arc::new(Mutex::new(Some(alloc(&gpu, 600).unwrap())));
         let pleas = Arc::new(Mutex::new(Vec::new()));
@@ -93,11 +93,11 @@ mod tests {
         assert!(!gpu.remove_callback(callback));
         let _most = alloc(&gpu, 600).unwrap();
         assert!(alloc(&gpu, 600).unwrap_err().is_out_of_memory());
-        assert_eq!(pleas.lock().unwrap().len(), 1, "nobody is asked any more");
+        assert_eq!(pleas.lock().unwrap().len(), 1, "the callback is removed");
     }
 
     #[test]
-    fn a_thread_waits_for_what_another_gives_back() {
+    fn a_thread_waits_until_another_frees_memory() {
         let gpu = gpu();
         let give_back = holder(&gpu, 800);
         let waiting = gpu.clone();
@@ -110,7 +110,7 @@ mod tests {
     }
 
     #[test]
-    fn a_budget_of_nothing_is_an_answer_at_once() {
+    fn a_budget_of_zero_refuses_at_once() {
         let gpu = gpu();
         let give_back = holder(&gpu, 800);
         set_budget(Some(Duration::ZERO));
@@ -125,7 +125,7 @@ mod tests {
     }
 
     #[test]
-    fn a_task_that_is_alone_is_told_to_split() {
+    fn a_lone_task_is_told_to_split() {
         let gpu = gpu();
         let task = Task::new("batch", 0);
         let _working = task.enter();
@@ -135,9 +135,10 @@ mod tests {
         assert_eq!(gpu.receipts()[0].who, "task batch");
     }
 
-    /// What a thread allocates is its own, wherever it is dropped; unless it is a task's.
+    /// A buffer belongs to the thread that allocates it, wherever it is dropped, unless a task owns
+    /// it.
     #[test]
-    fn what_is_handed_on_in_a_tasks_name_is_waited_for() {
+    fn memory_of_a_task_is_waited_for() {
         let gpu = gpu();
         let batch = Task::new("batch", 0);
         let working = batch.enter();
@@ -153,7 +154,7 @@ mod tests {
     }
 
     #[test]
-    fn a_future_completes_when_another_thread_gives_memory_back() {
+    fn a_future_completes_when_another_thread_frees_memory() {
         let gpu = gpu();
         let stream = gpu.default_stream();
         let give_back = holder(&gpu, 800);
@@ -164,7 +165,7 @@ mod tests {
         let buffer = block_on(gpu.alloc_zeros_async::<u32>(150 * MIB, &stream)).unwrap();
         assert_eq!(buffer.len(), 150 * MIB);
         other.join().unwrap();
-        // One that fits is ready at once.
+        // A future that fits is ready at once.
         let mut small = gpu.alloc_zeros_async::<u32>(9, &stream);
         let Poll::Ready(Ok(small)) = poll(&mut small) else { panic!("there is room for it") };
         assert_eq!(small.to_vec(&stream).unwrap(), [0; 9]);
@@ -172,8 +173,8 @@ mod tests {
         assert_eq!(gpu.memory_allocated(), 0);
     }
 
-    /// Two futures that wait, in this order, for what does not fit twice.
-    fn two_that_wait(gpu: &Device) -> [BufferFuture<'_, u8>; 2] {
+    /// Returns two futures that wait in this order. There is room for one of them at a time.
+    fn two_waiting_futures(gpu: &Device) -> [BufferFuture<'_, u8>; 2] {
         let stream = gpu.default_stream();
         let mut both = [(); 2].map(|()| gpu.alloc_uninit_async::<u8>(600 * MIB, &stream));
         assert!(both.iter_mut().all(|future| poll(future).is_pending()));
@@ -182,25 +183,25 @@ mod tests {
     }
 
     #[test]
-    fn futures_are_served_in_the_order_of_asking() {
+    fn futures_are_served_in_the_order_of_their_first_polls() {
         let gpu = gpu();
         let give_back = holder(&gpu, 900);
-        let [mut first, mut second] = two_that_wait(&gpu);
+        let [mut first, mut second] = two_waiting_futures(&gpu);
         give_back();
-        assert!(poll(&mut second).is_pending(), "it is not its turn");
-        let Poll::Ready(Ok(buffer)) = poll(&mut first) else { panic!("it is its turn") };
+        assert!(poll(&mut second).is_pending(), "the first future is next");
+        let Poll::Ready(Ok(buffer)) = poll(&mut first) else { panic!("the first future is next") };
         assert!(poll(&mut second).is_pending(), "there is no room");
         drop(buffer);
-        let Poll::Ready(Ok(buffer)) = poll(&mut second) else { panic!("now it is") };
+        let Poll::Ready(Ok(buffer)) = poll(&mut second) else { panic!("there is room now") };
         drop(buffer);
         assert_eq!((gpu.memory_allocated(), gpu.engine().waiting()), (0, 0));
     }
 
     #[test]
-    fn a_dropped_future_gives_its_place_back() {
+    fn a_dropped_future_gives_up_its_place() {
         let gpu = gpu();
         let give_back = holder(&gpu, 900);
-        let [first, second] = two_that_wait(&gpu);
+        let [first, second] = two_waiting_futures(&gpu);
         give_back();
         drop(first);
         assert_eq!(gpu.engine().waiting(), 1);
@@ -208,13 +209,13 @@ mod tests {
         assert_eq!(gpu.receipts()[0].outcome, Outcome::GivenUp);
         drop(buffer);
         assert_eq!(gpu.memory_allocated(), 0);
-        // One that nobody ever polled has asked for nothing.
+        // A future that was never polled has requested nothing.
         drop(gpu.alloc_zeros_async::<u8>(600 * MIB, &gpu.default_stream()));
-        assert_eq!(gpu.receipts().len(), 1, "and who found memory in its turn fell short of none");
+        assert_eq!(gpu.receipts().len(), 1, "a future served in its turn has no receipt");
     }
 
     #[test]
-    fn futures_cross_threads_and_are_wrong_when_they_are_asked() {
+    fn futures_cross_threads_and_report_wrong_arguments() {
         fn is_send(_: &impl Send) {}
         let (gpu, other) = (gpu(), gpu());
         let mut wrong = gpu.alloc_zeros_async::<u64>(1, &other.default_stream());
@@ -225,7 +226,7 @@ mod tests {
         assert!(matches!(block_on(long), Err(Error::TooLong { .. })));
         let never = gpu.alloc_zeros_async::<u8>(2 << 30, &stream);
         assert!(matches!(block_on(never), Err(Error::Alloc(AllocError::NeverFits(_)))));
-        // As a runtime takes them: with nothing borrowed.
+        // A runtime takes futures that borrow nothing.
         let gpu = gpu.clone();
         let moved = async move {
             let stream: Stream = gpu.new_stream()?;
@@ -237,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_is_there_ahead_of_time() {
+    fn prefetched_memory_serves_the_next_request() {
         for policy in Policy::ALL {
             let gpu = Device::builder().policy(policy).simulated(1 << 30);
             let stream = gpu.new_stream().unwrap();
@@ -245,13 +246,13 @@ mod tests {
             let reserved = gpu.memory_reserved();
             match policy {
                 Policy::Segments => assert_eq!(reserved, 300 << 20),
-                // Whole pages.
+                // The other policies reserve whole pages.
                 _ => assert!((300 << 20..320 << 20).contains(&reserved), "{policy}: {reserved}"),
             }
             assert_eq!(gpu.memory_allocated(), 0);
             let misses = gpu.cache_stats().misses;
             let _buffer = gpu.alloc_uninit::<u8>(300 * MIB, &stream).unwrap();
-            assert_eq!(gpu.cache_stats().misses, misses, "nothing is asked of the device");
+            assert_eq!(gpu.cache_stats().misses, misses, "the device is not called");
             assert!(gpu.prefetch(900 << 20, &stream).unwrap_err().is_out_of_memory());
             let elsewhere = Device::simulated(1 << 30);
             assert!(matches!(
@@ -262,7 +263,7 @@ mod tests {
     }
 
     #[test]
-    fn host_memory_serves_where_it_may() {
+    fn host_memory_serves_if_allowed() {
         let conf = "spill_limit_mb:512,spill_over_mb:1";
         let gpu = Device::builder().conf(conf).unwrap().simulated(1 << 30);
         let stream = gpu.default_stream();
@@ -278,13 +279,13 @@ mod tests {
     }
 
     #[test]
-    fn receipts_are_written_as_they_come_and_can_be_read() {
+    fn receipts_are_appended_and_can_be_read() {
         let gpu = gpu();
         let folder = tempfile::tempdir().unwrap();
         let bad = gpu.write_receipts(folder.path().join("no/such.jsonl")).unwrap_err();
         assert!(bad.to_string().contains("no/such.jsonl"), "{bad}");
         let path = folder.path().join("receipts.jsonl");
-        // What a process left that was killed.
+        // A line that a killed process left unfinished.
         fs::write(&path, "{\"number\":1,\"dev").unwrap();
         gpu.write_receipts(&path).unwrap();
         let _most = alloc(&gpu, 900).unwrap();
@@ -300,7 +301,7 @@ mod tests {
                 gpu.receipts().last().unwrap().shortage
             );
         }
-        // Another file takes its place; a device that is dropped keeps nothing open.
+        // Another file replaces the first; a dropped device keeps no file open.
         let other = folder.path().join("other.jsonl");
         gpu.write_receipts(&other).unwrap();
         alloc(&gpu, 200).unwrap_err();
@@ -311,7 +312,7 @@ mod tests {
 
     #[cfg(target_os = "linux")]
     #[test]
-    fn receipts_that_cannot_be_written_are_counted_and_fail_nothing() {
+    fn lost_receipts_are_counted_and_fail_nothing() {
         let gpu = gpu();
         gpu.write_receipts("/dev/full").unwrap();
         let _most = alloc(&gpu, 900).unwrap();
@@ -324,7 +325,7 @@ mod tests {
     }
 
     #[test]
-    fn failures_are_made_up_by_rule() {
+    fn failures_are_injected_by_rule() {
         let gpu = gpu();
         gpu.inject(&"every=3; over=512MiB,at=cached".parse().unwrap());
         assert!(alloc(&gpu, 1).is_ok() && alloc(&gpu, 1).is_ok());
@@ -339,8 +340,8 @@ mod tests {
     }
 
     #[test]
-    fn calls_of_the_driver_are_made_to_fail() {
-        // Each request is one call for plain memory.
+    fn driver_calls_fail_by_rule() {
+        // With `segments`, each request makes one `alloc` call.
         let gpu = Device::builder().policy(Policy::Segments).simulated(1 << 30);
         gpu.inject(&"driver=alloc,nth=1; driver=alloc,nth=3,fault=999".parse().unwrap());
         let full = alloc(&gpu, 100).unwrap_err();

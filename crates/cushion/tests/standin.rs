@@ -1,5 +1,5 @@
-//! [`Device::cuda`] on the stand-in for CUDA, each test in a process of its own: the calls that buffers and streams
-//! make, and what happens when they fail.
+//! [`Device::cuda`] on the CUDA stand-in, each test in its own process: the calls of buffers and
+//! streams, and their failures.
 
 #![cfg(target_os = "linux")]
 
@@ -17,7 +17,7 @@ mod tests {
     }
 
     #[test]
-    fn buffers_hold_what_is_put_there() {
+    fn buffers_keep_their_content() {
         with_standin(&[], |lib| {
             let gpu = Device::cuda(0).unwrap();
             assert!(!gpu.is_simulated());
@@ -37,13 +37,13 @@ mod tests {
     }
 
     #[test]
-    fn everybody_shares_a_gpu_unless_they_ask_for_their_own() {
+    fn a_gpu_is_shared_unless_the_builder_makes_its_own() {
         with_standin(&[("STANDIN_DEVICES", "2"), ("CUSHION_POLICY", "expandable")], |_| {
             let (one, same) = (Device::cuda(1).unwrap(), Device::cuda(1).unwrap());
             let stream = one.default_stream();
             let kept = one.alloc_zeros::<u8>(3000, &stream).unwrap();
             assert_eq!(same.memory_allocated(), one.memory_allocated());
-            assert_eq!(one.engine().policy(), Policy::Expandable, "as the variable says");
+            assert_eq!(one.engine().policy(), Policy::Expandable, "set by the variable");
             let own = Device::builder().cuda(1).unwrap();
             assert_eq!((own.index(), own.memory_allocated()), (1, 0));
             assert_eq!(own.engine().policy(), Policy::Paged);
@@ -56,7 +56,7 @@ mod tests {
     }
 
     #[test]
-    fn a_cache_of_ones_own_goes_with_its_last_user() {
+    fn an_own_cache_is_dropped_with_its_last_user() {
         with_standin(&[], |lib| {
             let own = Device::builder().cuda(0).unwrap();
             let stream = own.new_stream().unwrap();
@@ -71,7 +71,7 @@ mod tests {
     }
 
     #[test]
-    fn no_stream_is_destroyed_while_its_device_may_ask_about_it() {
+    fn streams_outlive_their_last_use_on_a_device() {
         with_standin(&[], |lib| {
             let gpu = Device::cuda(0).unwrap();
             let (main, side) = (gpu.new_stream().unwrap(), gpu.new_stream().unwrap());
@@ -79,18 +79,19 @@ mod tests {
             buffer.to_vec(&side).unwrap();
             drop((main, side));
             drop(buffer);
-            assert_eq!(calls(lib, c"cuEventRecord"), 1, "of the side stream");
+            assert_eq!(calls(lib, c"cuEventRecord"), 1, "on the side stream");
             assert_eq!(calls(lib, c"cuStreamDestroy_v2"), 0);
             gpu.new_stream().unwrap();
-            assert_eq!(calls(lib, c"cuStreamCreate"), 2, "those there are serve again");
+            assert_eq!(calls(lib, c"cuStreamCreate"), 2, "idle streams are reused");
         });
     }
 
     #[test]
-    fn the_default_stream_of_each_thread_is_refused() {
+    fn the_per_thread_default_stream_is_refused() {
         with_standin(&[], |_| {
             let gpu = Device::cuda(0).unwrap();
-            // SAFETY: CUDA takes this number for the default stream of a thread, which nothing destroys.
+            // SAFETY: CUDA takes this number for the default stream of the calling thread, which
+            // nothing destroys.
             let per_thread = unsafe { Stream::from_raw(&gpu, StreamId(2)) };
             let refused = gpu.alloc_zeros::<u8>(10, &per_thread).unwrap_err();
             assert!(matches!(refused, Error::PerThreadStream), "{refused}");
@@ -98,7 +99,7 @@ mod tests {
     }
 
     #[test]
-    fn a_variable_makes_devices_simulated() {
+    fn cushion_simulate_makes_devices_simulated() {
         with_standin(&[("CUSHION_SIMULATE", "3GiB")], |lib| {
             let gpu = Device::cuda(5).unwrap();
             assert!(gpu.is_simulated());
@@ -108,7 +109,7 @@ mod tests {
     }
 
     #[test]
-    fn a_variable_that_is_no_good_is_named() {
+    fn an_error_names_the_bad_variable() {
         with_standin(&[("CUSHION_POLICY", "magic")], |_| {
             let failed = Device::cuda(0).unwrap_err().to_string();
             assert!(failed.contains("CUSHION_POLICY") && failed.contains("magic"), "{failed}");
@@ -136,12 +137,12 @@ mod tests {
                 assert_eq!(gpu.memory_allocated(), 0);
                 gpu.engine().check_invariants().unwrap();
             }
-            assert!(failures >= 2, "of the copy and of the wait for it: {failures}");
+            assert!(failures >= 2, "the copy, and the wait for it: {failures}");
         });
     }
 
     #[test]
-    fn a_drop_that_the_driver_fails_is_made_up_for() {
+    fn a_free_that_fails_is_completed_later() {
         with_standin(&[], |lib| {
             let gpu = Device::cuda(0).unwrap();
             let (main, side) = (gpu.new_stream().unwrap(), gpu.new_stream().unwrap());
@@ -155,12 +156,12 @@ mod tests {
                 gpu.engine().check_invariants().unwrap();
             }
             gpu.empty_cache().unwrap();
-            assert_eq!(lib.standin_held(0), 0, "nothing stays pending for ever");
+            assert_eq!(lib.standin_held(0), 0, "no block stays pending");
         });
     }
 
     #[test]
-    fn where_there_is_no_cuda_that_is_said() {
+    fn a_missing_driver_library_is_reported() {
         let broken = tempfile::NamedTempFile::new().unwrap();
         with_library(broken.path(), || {
             let failed = Device::cuda(0).unwrap_err();

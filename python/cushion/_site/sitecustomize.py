@@ -1,8 +1,8 @@
-"""Found first on the path by programs that `cushion run` starts: installs Cushion once torch is imported, and
-hands over to the `sitecustomize` that it hides.
+"""First on the path of programs that `cushion run` starts: installs Cushion once torch is imported, and runs the
+`sitecustomize` that this module hides.
 
-Any Python may come here, of another environment and without Cushion's packages. Where Cushion cannot be installed, the
-program is told so on standard error and runs with PyTorch's own allocator: `import torch` does not fail for it."""
+The Python may belong to another environment, without Cushion's packages. If Cushion cannot be installed, a message on
+standard error says so, and the program runs with PyTorch's own allocator: `import torch` does not fail."""
 
 import importlib
 import importlib.abc
@@ -14,7 +14,7 @@ _HERE = os.path.dirname(os.path.abspath(__file__))
 
 
 class _Packages(importlib.abc.MetaPathFinder):
-    """Finds the packages of Cushion's wheel where this file is, and no others that lie beside them."""
+    """Finds the packages of Cushion's wheel in the folder that this file is installed in, and no others there."""
 
     NAMES = ("cushion", "gcAllocator", "custom_cuda_allocator")
 
@@ -38,7 +38,7 @@ class _AfterTorch(importlib.abc.MetaPathFinder):
 
         def exec_module(module):
             run(module)
-            # Only now: programs look for torch before they import it, and may try again after a failure.
+            # Not in find_spec: programs look for torch before they import it, and may try again after a failure.
             if self in sys.meta_path:
                 sys.meta_path.remove(self)
                 _install()
@@ -53,7 +53,7 @@ def _install():
 
         cushion.install()
     except Warning as warning:
-        # Of a Python that makes errors of warnings; all is done by then.
+        # With `-W error`, a warning is raised. Cushion is installed by then.
         _say(warning)
     except Exception as error:
         _do_without(error)
@@ -65,7 +65,8 @@ def _say(text):
 
 
 def _do_without(error):
-    """An exception that left `import torch` would leave half a torch behind, which cannot be imported again."""
+    """Reports that Cushion is not installed. An exception inside `import torch` would leave torch half imported, and a
+    second import would fail."""
     kind = type(error).__name__
     why = str(error) if kind == "InstallError" else f"{kind}: {error}"
     where = f"process {os.getpid()} ({sys.executable})"
@@ -90,7 +91,7 @@ def _run_the_hidden_one():
 
 
 sys.meta_path.insert(0, _AfterTorch())
-# Last, so that it hides nothing: for a Python that has them nowhere.
+# Last, so that installed packages come first: this one is for a Python without them.
 sys.meta_path.append(_Packages())
 if __name__ == "sitecustomize":
     _run_the_hidden_one()

@@ -1,5 +1,5 @@
-// Live and reserved bytes over the run: an SVG that is drawn again when its width changes, with a
-// slider that walks the same buckets for keyboards and screen readers.
+// Live and reserved bytes over the run: an SVG that is redrawn when its width changes, with a slider
+// over the same buckets for keyboards and screen readers.
 
 const chart = {
   axis: "events",
@@ -20,11 +20,11 @@ function drawChart() {
   ];
   byId("time-caption").textContent =
     `Live is recorded and is the same under every policy; reserved is simulated for each. ` +
-    (report.capacity && trace.oom ? "Where a request that PyTorch refused fits, live has it for a moment. " : "") +
+    (report.capacity && trace.oom ? "A request that PyTorch refused, but that fits here, is live for a moment. " : "") +
     (trace.events > timeline.buckets
-      ? `${number(trace.events)} events are drawn in ${number(timeline.buckets)} steps; each keeps its least and its most, so every peak is there. `
+      ? `${number(trace.events)} events are drawn in ${number(timeline.buckets)} steps; each keeps its minimum and maximum, so no peak is lost. `
       : "Every event is drawn. ") +
-    "Arrow keys on the slider walk through the run.";
+    "Use the arrow keys on the slider to step through the run.";
   for (const curve of chart.curves) {
     const input = h("input", { type: "checkbox", checked: true });
     input.addEventListener("change", () => {
@@ -64,7 +64,7 @@ function lineSample({ colour, dash, area }) {
 const firstEvent = (bucket) => Math.ceil((bucket * report.trace.events) / report.timeline.buckets);
 const bucketOf = (event) => Math.min(report.timeline.buckets - 1, Math.floor((event * report.timeline.buckets) / report.trace.events));
 
-/** Round steps for an axis up to `most`, about `count` of them. */
+/** Returns about `count` round ticks for an axis up to `most`. */
 function ticks(most, count, units) {
   const rough = most / count;
   let step = units.find((unit) => unit >= rough);
@@ -127,7 +127,7 @@ function paintChart() {
   moveTo(chart.at);
 }
 
-/** Where buckets begin on the page, on the axis chosen. */
+/** Returns the position of each bucket on the selected axis. */
 function scaleX(box) {
   const { times, buckets } = report.timeline;
   if (chart.axis === "time") {
@@ -167,7 +167,7 @@ function paintCurve({ key, curve, colour, dash, area, refusal }, x, y) {
   return made;
 }
 
-/** Names and peaks beside the plot, pushed apart where they would overlap. */
+/** Draws names and peaks beside the plot, moved apart if they would overlap. */
 function paintLabels(root, labels, box, wide) {
   const right = box.left + box.width;
   for (const { at, from, colour, line } of labels) {
@@ -177,7 +177,7 @@ function paintLabels(root, labels, box, wide) {
     }));
   }
   if (!wide) {
-    // There is no room beside the plot; the legend and the readout name the curves.
+    // No room beside the plot; the legend and the readout name the curves.
     for (const { at, colour, text } of labels.filter((label) => label.line)) {
       root.append(svg("text", { x: box.left + 4, y: at + 14, class: "strong", style: `fill:${colour}` }, text));
     }
@@ -202,7 +202,7 @@ function chartSummary() {
   return `Memory over time. ${peaks.join("; ")}.`;
 }
 
-/** The bucket under a place on the page: the last that begins there or before. */
+/** Returns the bucket at a position: the last that begins there or before. */
 function bucketAt(place) {
   const { x } = chart.scale;
   let low = 0, high = report.timeline.buckets - 1;
@@ -237,7 +237,7 @@ function moveTo(bucket) {
   slider.setAttribute("aria-valuetext", entries.map((entry) => entry.join(" ")).join(", "));
 }
 
-/** The same curves in a few rows of figures. */
+/** Writes the curves as a table of a few rows. */
 function drawChartTable() {
   const { buckets } = report.timeline;
   const parts = Math.min(24, buckets);

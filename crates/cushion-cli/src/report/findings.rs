@@ -1,44 +1,48 @@
-//! The answer in plain words. Each sentence is computed from the figures of the report, and is left
-//! out where they do not support it.
+//! The findings of a report, as sentences. Each is computed from the report's figures, and omitted
+//! if the figures do not support it.
 
+use cushion_core::Policy;
 use cushion_core::size::{GIB, display};
 
-use crate::recorded as recorded_run;
+use crate::trace_files::recorded as recorded_run;
 
 use super::data::{Finding, Origin, PolicyRun, RefusalAt, Report, Tone};
 use super::sites::telling;
 
-/// Cards people have, by the GB they are sold as.
+/// Common cards, by their nominal GB.
 const CARDS: [u64; 8] = [8, 12, 16, 24, 40, 48, 80, 141];
 
-/// Percent of a card that is taken to be left to the allocator: the rest is the CUDA context's, and
-/// what the makers of cards and of software disagree about.
+/// The percentage of a card that is left to the allocator. The CUDA context takes the rest, and
+/// nominal sizes differ between GB and GiB.
 pub(crate) const CARD_SHARE: u64 = 95;
 
-/// A saving below this many percent is not called one.
+/// Smaller savings, in percent, are not mentioned.
 const WORTH_SAYING: f64 = 1.0;
 
-/// The share of equal addresses from which a replay is called close to what PyTorch did.
+/// From this share of equal addresses on, a replay is called close to PyTorch's run.
 const CLOSE: f64 = 0.95;
 
-/// The share below which it is called far from that.
+/// Below this share, a replay is called far from PyTorch's run.
 const HALF: f64 = 0.5;
 
-/// A policy in a few words.
-pub(crate) fn about(policy: &str) -> &'static str {
+/// Returns a short description of a policy.
+pub(crate) fn about(policy: Policy) -> &'static str {
     match policy {
-        "segments" => "PyTorch's default",
-        "expandable" => "expandable_segments:True",
-        _ => "Cushion's own",
+        Policy::Segments => "PyTorch's default",
+        Policy::Expandable => "expandable_segments:True",
+        Policy::Paged => "Cushion's own",
     }
 }
 
-/// A policy as somebody would switch it on.
+/// Returns the setting that selects a policy.
 fn setting(run: &PolicyRun) -> &'static str {
-    if run.name == "expandable" { "expandable_segments:True" } else { run.name }
+    match run.policy {
+        Policy::Expandable => "expandable_segments:True",
+        policy => policy.name(),
+    }
 }
 
-/// A text with a capital first and a full stop.
+/// Returns a text with a capital and a full stop.
 pub(crate) fn sentence(text: &str) -> String {
     let mut chars = text.chars();
     let first: String = chars.next().map(|c| c.to_uppercase().collect()).unwrap_or_default();
@@ -46,7 +50,7 @@ pub(crate) fn sentence(text: &str) -> String {
     format!("{first}{}{end}", chars.as_str())
 }
 
-/// Every finding, the most useful first.
+/// Returns all findings, the most useful first.
 pub(crate) fn findings(report: &Report) -> Vec<Finding> {
     let mut found = Vec::new();
     let mut say = |tone, text: Option<String>| {
@@ -57,7 +61,7 @@ pub(crate) fn findings(report: &Report) -> Vec<Finding> {
         say(tone, Some(text));
         say(Tone::Bad, recorded_failure(report));
     } else {
-        // That it failed comes before what it could have saved.
+        // A failure comes before a possible saving.
         say(Tone::Bad, recorded_failure(report));
         say(Tone::Plain, to_find_out(report));
         let (tone, text) = to_gain(report);
@@ -79,12 +83,12 @@ pub(crate) fn findings(report: &Report) -> Vec<Finding> {
     found
 }
 
-/// Which policies run on the card asked about.
+/// Says which policies run within the given capacity.
 fn on_a_device(report: &Report, capacity: u64) -> (Tone, String) {
     let size = format!("a device of {}", device(capacity));
     let (fails, fits): (Vec<_>, Vec<_>) =
         report.policies.iter().partition(|run| run.refusal.is_some());
-    let needed = report.policies.iter().filter_map(|run| Some((run.smallest?, run.name)));
+    let needed = report.policies.iter().filter_map(|run| Some((run.smallest?, run.policy.name())));
     let needs = match needed.min() {
         Some((least, name)) => format!("{name} needs the least, {}", display(least)),
         None => "no device is large enough".to_owned(),
@@ -100,7 +104,7 @@ fn on_a_device(report: &Report, capacity: u64) -> (Tone, String) {
         };
         return (Tone::Bad, format!("On {size} the run fails under every policy; {why}."));
     }
-    let fail = list(fails.iter().map(|run| run.name));
+    let fail = list(fails.iter().map(|run| run.policy.name()));
     if fails.iter().any(|run| run.recorded) {
         let fit = list(fits.iter().map(|run| setting(run)));
         let lets = if fits.len() == 1 { "lets" } else { "let" };
@@ -109,11 +113,11 @@ fn on_a_device(report: &Report, capacity: u64) -> (Tone, String) {
             format!("On {size} the run fails under {fail}; {fit} {lets} it finish."),
         );
     }
-    let fit = list(fits.iter().map(|run| run.name));
+    let fit = list(fits.iter().map(|run| run.policy.name()));
     (Tone::Good, format!("On {size} the run fits under {fit}, and fails under {fail}."))
 }
 
-/// What another policy would save, with no card in mind.
+/// Says what another policy would save, without a given capacity.
 fn to_gain(report: &Report) -> (Tone, String) {
     if let Some((text, tone)) = saving(report) {
         return (tone, text);
@@ -125,22 +129,22 @@ fn to_gain(report: &Report) -> (Tone, String) {
     });
     let text = format!(
         "Little to gain: {} reserves {} at its peak, {} above the floor{card}.",
-        run.name,
+        run.policy.name(),
         display(run.reserved_peak),
         percent(over, report.floor)
     );
     (Tone::Good, text)
 }
 
-/// How much less the best policy reserves than the recorded one; or, if the recorded one is best, how
-/// much it saved over PyTorch's default. Only between runs that both finished.
+/// Says how much less the best policy reserves than the recorded one; or, if the recorded one is
+/// best, how much it saved over PyTorch's default. Compares only runs that both finished.
 fn saving(report: &Report) -> Option<(String, Tone)> {
     let finished = |run: &&PolicyRun| run.refusal.is_none();
     let recorded = recorded(report).filter(finished)?;
     let best = report.policies.iter().filter(finished).min_by_key(|run| run.reserved_peak)?;
     let first = report.policies.first().filter(finished);
-    let (from, to, verb) = if best.name == recorded.name {
-        (first.filter(|first| first.name != recorded.name)?, recorded, "saved")
+    let (from, to, verb) = if best.policy == recorded.policy {
+        (first.filter(|first| first.policy != recorded.policy)?, recorded, "saved")
     } else {
         (recorded, best, "would have saved")
     };
@@ -148,7 +152,8 @@ fn saving(report: &Report) -> Option<(String, Tone)> {
     if ratio(saved, from.reserved_peak) * 100.0 < WORTH_SAYING {
         return None;
     }
-    let over = if verb == "saved" { format!(" over {}", from.name) } else { String::new() };
+    let over =
+        if verb == "saved" { format!(" over {}", from.policy.name()) } else { String::new() };
     let cards = match (to.smallest.and_then(card_for), from.smallest.and_then(card_for)) {
         (Some(small), Some(large)) if small == large => {
             format!("; either way the run fits {} {small} GB card", article(small))
@@ -180,7 +185,7 @@ fn recorded_failure(report: &Report) -> Option<String> {
     let oom = report.trace.oom?;
     let run = recorded(report)?;
     if report.policies.iter().any(|run| run.refusal.as_ref().is_some_and(|r| r.recorded)) {
-        return None; // Told with the replay's own figures.
+        return None; // `failure` describes it, with the figures of the replay.
     }
     let more = match oom.count {
         1 => String::new(),
@@ -189,7 +194,7 @@ fn recorded_failure(report: &Report) -> Option<String> {
     let need: Vec<String> = report
         .policies
         .iter()
-        .filter_map(|run| Some(format!("{} under {}", display(run.smallest?), run.name)))
+        .filter_map(|run| Some(format!("{} under {}", display(run.smallest?), run.policy.name())))
         .collect();
     let need = if need.is_empty() {
         "No device is large enough to serve it.".to_owned()
@@ -202,7 +207,7 @@ fn recorded_failure(report: &Report) -> Option<String> {
         format!(
             "The recorded run itself ran out of memory under {}: at event {at} PyTorch refused a \
              request of {size}{more}, {held}. {need}",
-            run.name
+            run.policy.name()
         )
     } else {
         format!(
@@ -212,7 +217,8 @@ fn recorded_failure(report: &Report) -> Option<String> {
     })
 }
 
-/// How to find out whether the run fits the card it ran on, where the replays had no limit.
+/// Says which capacity to give to find out whether the run fits its card, if the replays had no
+/// limit.
 fn to_find_out(report: &Report) -> Option<String> {
     if report.to_find_out.is_empty() {
         return None;
@@ -222,13 +228,13 @@ fn to_find_out(report: &Report) -> Option<String> {
     Some(lines.map(sentence).collect::<Vec<_>>().join(" "))
 }
 
-/// Why a request was refused: too little memory, or memory in pieces.
+/// Says why a request was refused: too little memory, or fragmentation.
 fn failure(run: &PolicyRun, refusal: &RefusalAt, report: &Report) -> String {
     let RefusalAt { event, requested, live, reserved, largest_free, recorded, .. } = *refusal;
     let too = if recorded { ", as it was by PyTorch" } else { "" };
     let start = format!(
         "Under {} a request of {} is refused at event {}{too}, with {} live and {} reserved",
-        run.name,
+        run.policy.name(),
         display(requested),
         thousands(event),
         display(live),
@@ -236,8 +242,8 @@ fn failure(run: &PolicyRun, refusal: &RefusalAt, report: &Report) -> String {
     );
     if refusal.at_beginning {
         return format!(
-            "Under {} what was held before the trace began does not fit already.",
-            run.name
+            "Under {} the memory held before the trace began already does not fit.",
+            run.policy.name()
         );
     }
     let capacity = report.capacity.unwrap_or(reserved);
@@ -260,7 +266,7 @@ fn failure(run: &PolicyRun, refusal: &RefusalAt, report: &Report) -> String {
     )
 }
 
-/// How much of the reserved memory was free at the peak.
+/// Says how much of the reserved memory was free at the peak.
 fn holes(report: &Report) -> Option<String> {
     let run = recorded(report)?;
     let map = &run.map;
@@ -269,11 +275,11 @@ fn holes(report: &Report) -> Option<String> {
         return None;
     }
     if run.refusal.is_some() {
-        return None; // Told with the failure.
+        return None; // `failure` describes it.
     }
     Some(format!(
         "When {} held the most, {} was live of {} reserved; {} ({}) was free, {}.",
-        run.name,
+        run.policy.name(),
         display(map.live + map.pending),
         display(map.reserved),
         display(map.free),
@@ -285,7 +291,7 @@ fn holes(report: &Report) -> Option<String> {
     ))
 }
 
-/// The origin that holds most at the peak of live bytes.
+/// Names the origin that holds most at the peak of live bytes.
 fn largest_origin(report: &Report) -> Option<String> {
     let peak = &report.peak;
     let group = peak.groups.iter().find(|group| !matches!(group.origin, Origin::Before))?;
@@ -309,7 +315,7 @@ fn largest_origin(report: &Report) -> Option<String> {
     Some(format!("At the peak of live memory ({}), {what} ({share}).", display(peak.live)))
 }
 
-/// How much of the peak is never freed.
+/// Says how much of the peak is never freed.
 fn kept(report: &Report) -> Option<String> {
     let kept = report.lifetimes.to_the_end.at_peak;
     let share = ratio(kept, report.peak.live);
@@ -318,56 +324,57 @@ fn kept(report: &Report) -> Option<String> {
     }
     let rest = report.peak.live - kept;
     Some(format!(
-        "Of what is live at the peak, {} ({}) is still live when the trace ends; {} comes and goes.",
+        "Of the live bytes at the peak, {} ({}) are never freed; {} come and go.",
         display(kept),
         percent(kept, report.peak.live),
         display(rest)
     ))
 }
 
-/// What the driver calls of the policies cost, if that differs.
+/// Compares the cost of the policies' driver calls, if it differs.
 fn driver_time(report: &Report) -> Option<String> {
     let recorded = recorded(report)?;
     let finished = report.policies.iter().filter(|run| run.refusal.is_none());
     let most = finished.max_by(|a, b| a.driver_us.total_cmp(&b.driver_us))?;
-    // What was there before the trace cost the recorded policy nothing, and another one something.
+    // Memory from before the trace cost the recorded policy no calls, but another policy some.
     let unfair = report.trace.begins_in_the_middle || recorded.refusal.is_some();
     if unfair || recorded.driver_us <= 0.0 {
         return None;
     }
     let times = most.driver_us / recorded.driver_us;
-    if most.name == recorded.name || times < 1.5 {
+    if most.policy == recorded.policy || times < 1.5 {
         return None;
     }
     Some(format!(
         "Driver calls cost {} under {} and {} under {} ({times:.1} times as much), over the whole \
          run.",
         milliseconds(recorded.driver_us),
-        recorded.name,
+        recorded.policy.name(),
         milliseconds(most.driver_us),
-        most.name
+        most.policy.name()
     ))
 }
 
-/// How often memory was short.
+/// Says how often cached memory had to be released.
 fn retries(report: &Report) -> Option<String> {
     let runs = report.policies.iter().filter(|run| run.retries > 0);
     let runs: Vec<String> = runs
         .map(|run| match run.retries {
-            1 => format!("once under {}", run.name),
-            count => format!("{} times under {}", thousands(count), run.name),
+            1 => format!("once under {}", run.policy.name()),
+            count => format!("{} times under {}", thousands(count), run.policy.name()),
         })
         .collect();
     (!runs.is_empty()).then(|| {
         format!(
-            "Memory was short {}: everything cached was given back to the driver, and the request \
-             tried again.",
+            "Memory was short {}: all cached memory was released to the driver, and the request \
+             retried.",
             list(runs.iter().map(String::as_str))
         )
     })
 }
 
-/// How far the replay of the recorded policy is what PyTorch did, by the share of equal addresses.
+/// Says how far the replay of the recorded policy matches PyTorch's run, by the share of equal
+/// addresses.
 fn trust(report: &Report) -> (Tone, Option<String>) {
     let Some(run) = recorded(report) else { return (Tone::Plain, None) };
     let Some(same) = run.same_address else {
@@ -375,16 +382,16 @@ fn trust(report: &Report) -> (Tone, Option<String>) {
                     PyTorch's, and has no addresses to compare.";
         return (Tone::Plain, Some(text.to_owned()));
     };
-    let (name, all) = (run.name, thousands(run.allocs));
+    let (name, all) = (run.policy.name(), thousands(run.allocs));
     if run.allocs == 0 {
         let text = format!(
-            "How well the replay under {name} follows PyTorch is not known: there was no allocation \
-             to compare."
+            "How well the replay under {name} follows PyTorch is not known: there was no \
+             allocation to compare."
         );
         return (Tone::Plain, Some(text));
     }
     if run.left_early {
-        return (Tone::Plain, None); // It went another way, and the failure is told.
+        return (Tone::Plain, None); // The replay diverged, and `failure` describes that.
     }
     let share = ratio(same, run.allocs);
     let (tone, grade) = if same == run.allocs {
@@ -398,9 +405,9 @@ fn trust(report: &Report) -> (Tone, Option<String>) {
     } else if share < HALF {
         (Tone::Bad, "is far from what PyTorch did")
     } else if share < CLOSE {
-        (Tone::Plain, "is what PyTorch did in part only")
+        (Tone::Plain, "is only in part what PyTorch did")
     } else {
-        (Tone::Plain, "is close to what PyTorch did, not equal")
+        (Tone::Plain, "is close to what PyTorch did, but not equal")
     };
     let (count, are) = match same {
         0 => ("none".to_owned(), "is"),
@@ -408,11 +415,11 @@ fn trust(report: &Report) -> (Tone, Option<String>) {
         same => (thousands(same), "are"),
     };
     let share = if same == 0 { String::new() } else { format!(" ({})", below_all(share)) };
-    // On another device than the recorded one that is no fault.
+    // On another device than the recorded one, differences are expected.
     let doubt = match (report.capacity, tone) {
-        (Some(_), _) => " The device asked about may be another than the recorded one.",
+        (Some(_), _) => " The given device may differ from the recorded one.",
         (None, Tone::Bad) => {
-            " What is said of reserved memory and addresses is the simulator's own."
+            " Reserved memory and addresses in this report are the simulator's own."
         }
         _ => "",
     };
@@ -423,7 +430,7 @@ fn trust(report: &Report) -> (Tone, Option<String>) {
     (tone, Some(text))
 }
 
-/// A share of less than all, never rounded to all.
+/// Formats a share below one, never rounded up to 100 %.
 fn below_all(share: f64) -> String {
     let percent = share * 100.0;
     if percent > 99.9 { "over 99.9 %".to_owned() } else { format!("{percent:.1} %") }
@@ -431,16 +438,16 @@ fn below_all(share: f64) -> String {
 
 fn recorded(report: &Report) -> Option<&PolicyRun> {
     let recorded = report.policies.iter().find(|run| run.recorded);
-    // A trace of another allocator's is compared with the first.
+    // A trace of another allocator is compared with the first policy.
     recorded.or(report.policies.first())
 }
 
-/// The smallest card, by the GB it is sold as, that leaves the allocator so many bytes.
+/// Returns the smallest card, by its nominal GB, that leaves `bytes` to the allocator.
 pub(crate) fn card_for(bytes: u64) -> Option<u64> {
     CARDS.into_iter().find(|card| card * GIB / 100 * CARD_SHARE >= bytes)
 }
 
-/// A size somebody asked for: `24 GiB` rather than `24.00 GiB`.
+/// Formats a given size: `24 GiB` rather than `24.00 GiB`.
 fn device(bytes: u64) -> String {
     display(bytes).replace(".00 ", " ")
 }
@@ -472,7 +479,7 @@ fn milliseconds(us: f64) -> String {
     format!("{:.1} ms", us / 1000.0)
 }
 
-/// A count with its digits in threes.
+/// Formats a count with thousands separators.
 fn thousands(count: u64) -> String {
     let digits = count.to_string();
     let mut text = String::new();
@@ -487,19 +494,30 @@ fn thousands(count: u64) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::super::data::{AddressMap, Hole, Peak, PeakGroup, RecordedOom, Trace};
+    use super::super::data::{AddressMap, Curve, Hole, Peak, PeakGroup, RecordedOom, Trace};
     use super::*;
 
-    fn run(name: &'static str, recorded: bool, reserved: u64, smallest: u64) -> PolicyRun {
+    fn run(policy: Policy, recorded: bool, reserved: u64, smallest: u64) -> PolicyRun {
         PolicyRun {
-            name,
+            policy,
+            about: about(policy),
             recorded,
+            events: 0,
+            live_peak: 0,
+            live_peak_event: 0,
             reserved_peak: reserved,
+            reserved_peak_event: 0,
+            excess: None,
             smallest: Some(smallest),
+            card: None,
+            driver_us: 1000.0,
+            retries: 0,
             allocs: 1234,
             same_address: recorded.then_some(1234),
-            driver_us: 1000.0,
-            ..PolicyRun::default()
+            left_early: false,
+            refusal: None,
+            reserved: Curve::default(),
+            map: AddressMap::default(),
         }
     }
 
@@ -516,9 +534,9 @@ mod tests {
     }
 
     #[test]
-    fn what_another_policy_would_have_saved_comes_first() {
-        let segments = run("segments", true, 36 * GIB, 27 * GIB);
-        let expandable = run("expandable", false, 25 * GIB, 21 * GIB);
+    fn a_possible_saving_comes_first() {
+        let segments = run(Policy::Segments, true, 36 * GIB, 27 * GIB);
+        let expandable = run(Policy::Expandable, false, 25 * GIB, 21 * GIB);
         let report = report(vec![segments, expandable]);
         let expected = "expandable_segments:True would have saved 11.00 GiB of reserved memory \
                         (31 %); the run would have fitted a 24 GB card.";
@@ -530,27 +548,27 @@ mod tests {
     }
 
     #[test]
-    fn a_card_is_named_only_if_it_has_room_for_more_than_the_allocator() {
+    fn a_named_card_has_room_for_the_cuda_context() {
         assert_eq!(card_for(22 * GIB), Some(24));
         assert_eq!(card_for(23 * GIB), Some(40), "a CUDA context would not fit beside it");
         assert_eq!(card_for(200 * GIB), None);
         let large = report(vec![
-            run("segments", true, 300 * GIB, 300 * GIB),
-            run("expandable", false, 200 * GIB, 200 * GIB),
+            run(Policy::Segments, true, 300 * GIB, 300 * GIB),
+            run(Policy::Expandable, false, 200 * GIB, 200 * GIB),
         ]);
         assert!(!lead(&large).contains("card"), "{}", lead(&large));
         let same = report(vec![
-            run("segments", true, 30 * GIB, 28 * GIB),
-            run("expandable", false, 26 * GIB, 26 * GIB),
+            run(Policy::Segments, true, 30 * GIB, 28 * GIB),
+            run(Policy::Expandable, false, 26 * GIB, 26 * GIB),
         ]);
         assert!(lead(&same).ends_with("either way the run fits a 40 GB card."), "{}", lead(&same));
     }
 
     #[test]
-    fn a_run_with_expandable_segments_is_told_what_that_saved() {
+    fn the_saving_of_expandable_segments_is_reported() {
         let report = report(vec![
-            run("segments", false, 36 * GIB, 27 * GIB),
-            run("expandable", true, 25 * GIB, 21 * GIB),
+            run(Policy::Segments, false, 36 * GIB, 27 * GIB),
+            run(Policy::Expandable, true, 25 * GIB, 21 * GIB),
         ]);
         let expected = "expandable_segments:True saved 11.00 GiB of reserved memory over segments \
                         (31 %); the run fits a 24 GB card.";
@@ -558,10 +576,10 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_claimed_where_nothing_is_to_gain() {
+    fn no_saving_is_claimed_without_one() {
         let report = report(vec![
-            run("segments", true, 21 * GIB, 21 * GIB),
-            run("expandable", false, 21 * GIB - 1, 21 * GIB),
+            run(Policy::Segments, true, 21 * GIB, 21 * GIB),
+            run(Policy::Expandable, false, 21 * GIB - 1, 21 * GIB),
         ]);
         let expected = "Little to gain: segments reserves 21.00 GiB at its peak, 5.0 % above the \
                         floor; the run fits a 24 GB card.";
@@ -582,10 +600,10 @@ mod tests {
     }
 
     #[test]
-    fn on_a_card_it_is_said_who_fails_and_why() {
-        let segments = run("segments", true, 23 * GIB, 27 * GIB);
+    fn a_failure_on_a_card_has_its_policy_and_reason() {
+        let segments = run(Policy::Segments, true, 23 * GIB, 27 * GIB);
         let segments = refused(segments, 4 * GIB, 17 * GIB, 3 * GIB);
-        let expandable = run("expandable", false, 21 * GIB, 21 * GIB);
+        let expandable = run(Policy::Expandable, false, 21 * GIB, 21 * GIB);
         let report = Report { capacity: Some(24 * GIB), ..report(vec![segments, expandable]) };
         let expected = "On a device of 24 GiB the run fails under segments; \
                         expandable_segments:True lets it finish.";
@@ -595,13 +613,14 @@ mod tests {
         assert!(why.text.contains("at event 278,444"), "{}", why.text);
         assert!(why.text.contains("7.00 GiB of the device is not live"), "{}", why.text);
         assert!(why.text.contains("fragmentation"), "{}", why.text);
-        // A run that did not finish has no peak to compare with.
+        // A run that did not finish has no peak to compare.
         assert!(!says(&report, "saved"));
     }
 
     #[test]
     fn too_little_memory_is_not_called_fragmentation() {
-        let segments = refused(run("segments", true, 9 * GIB, 27 * GIB), 4 * GIB, 8 * GIB, GIB);
+        let segments =
+            refused(run(Policy::Segments, true, 9 * GIB, 27 * GIB), 4 * GIB, 8 * GIB, GIB);
         let report = Report { capacity: Some(10 * GIB), ..report(vec![segments]) };
         assert!(!says(&report, "fragmentation"));
         assert!(says(&report, "leave it 2.00 GiB short, under any policy"));
@@ -609,20 +628,20 @@ mod tests {
     }
 
     #[test]
-    fn what_fits_everywhere_is_said_so() {
+    fn a_run_that_fits_under_every_policy_is_reported() {
         let all = vec![
-            run("segments", true, 27 * GIB, 27 * GIB),
-            run("expandable", false, 21 * GIB, 21 * GIB),
+            run(Policy::Segments, true, 27 * GIB, 27 * GIB),
+            run(Policy::Expandable, false, 21 * GIB, 21 * GIB),
         ];
         let report = Report { capacity: Some(40 * GIB), ..report(all) };
-        let expected = "On a device of 40 GiB the run fits under every policy; expandable needs the \
-                        least, 21.00 GiB.";
+        let expected = "On a device of 40 GiB the run fits under every policy; expandable needs \
+                        the least, 21.00 GiB.";
         assert_eq!(lead(&report), expected);
         assert!(says(&report, "would have saved 6.00 GiB"));
     }
 
     #[test]
-    fn a_recorded_failure_is_told_once() {
+    fn a_recorded_failure_is_reported_once() {
         let oom = Some(RecordedOom {
             event: 5000,
             requested: GIB,
@@ -632,7 +651,7 @@ mod tests {
             device_free: Some(GIB / 2),
         });
         let trace = Trace { oom, ..Trace::default() };
-        let segments = run("segments", true, 21 * GIB, 27 * GIB);
+        let segments = run(Policy::Segments, true, 21 * GIB, 27 * GIB);
         let mut report = Report { trace, ..report(vec![segments]) };
         assert!(says(&report, "at event 5,000 PyTorch refused a request of 1024.00 MiB"));
         assert!(says(&report, "the first of 2 such refusals"));
@@ -641,15 +660,15 @@ mod tests {
             "with 18.00 GiB live and 21.00 GiB reserved; 512.00 MiB of the device"
         ));
         assert!(says(&report, "needs 27.00 GiB under segments"));
-        let mut segments = refused(run("segments", true, 21 * GIB, 27 * GIB), GIB, GIB, GIB);
+        let mut segments = refused(run(Policy::Segments, true, 21 * GIB, 27 * GIB), GIB, GIB, GIB);
         segments.refusal.as_mut().unwrap().recorded = true;
         report.policies = vec![segments];
         assert!(!says(&report, "The recorded run itself"));
     }
 
     #[test]
-    fn holes_and_origins_are_told_with_their_share() {
-        let mut segments = run("segments", true, 24 * GIB, 27 * GIB);
+    fn holes_and_origins_are_reported_with_their_share() {
+        let mut segments = run(Policy::Segments, true, 24 * GIB, 27 * GIB);
         segments.map = AddressMap {
             reserved: 24 * GIB,
             free: 6 * GIB,
@@ -671,23 +690,27 @@ mod tests {
         assert!(says(&report, "6.00 GiB (25 %) was free, in 57 holes, the largest 3.00 GiB"));
         assert!(says(&report, "2 allocations made in forward (net.py:7) hold 4.00 GiB (40 %)"));
         report.lifetimes.to_the_end.at_peak = 3 * GIB;
-        assert!(says(&report, "3.00 GiB (30 %) is still live when the trace ends"));
-        // Memory from before the trace might live as long: nothing can be said of shares then.
+        assert!(says(&report, "3.00 GiB (30 %) are never freed"));
+        // Memory from before the trace might be kept as well, so the share is unknown.
         report.trace.begins_in_the_middle = true;
-        assert!(!says(&report, "still live when the trace ends"));
+        assert!(!says(&report, "never freed"));
     }
 
     #[test]
-    fn how_far_to_trust_the_replay_is_said() {
-        let mut report = report(vec![run("segments", true, 21 * GIB, 21 * GIB)]);
+    fn agreement_with_pytorch_is_graded() {
+        let mut report = report(vec![run(Policy::Segments, true, 21 * GIB, 21 * GIB)]);
         assert!(says(&report, "is what PyTorch did: all 1,234 allocations"));
         for (same, tone, expected) in [
             (
                 1233,
                 Tone::Plain,
-                "is close to what PyTorch did, not equal: 1,233 of 1,234 allocations",
+                "is close to what PyTorch did, but not equal: 1,233 of 1,234 allocations",
             ),
-            (1000, Tone::Plain, "did in part only: 1,000 of 1,234 allocations (81.0 %) are at the"),
+            (
+                1000,
+                Tone::Plain,
+                "only in part what PyTorch did: 1,000 of 1,234 allocations (81.0 %) are at the",
+            ),
             (
                 400,
                 Tone::Bad,
@@ -703,25 +726,25 @@ mod tests {
             assert_eq!(last.text.contains("close"), same == 1233, "{}", last.text);
         }
         report.capacity = Some(30 * GIB);
-        assert!(says(&report, "The device asked about may be another than the recorded one"));
+        assert!(says(&report, "The given device may differ from the recorded one"));
     }
 
     #[test]
-    fn nothing_compared_is_said_so() {
-        let mut report = report(vec![run("segments", true, 21 * GIB, 21 * GIB)]);
+    fn a_missing_comparison_is_reported() {
+        let mut report = report(vec![run(Policy::Segments, true, 21 * GIB, 21 * GIB)]);
         (report.policies[0].allocs, report.policies[0].same_address) = (0, Some(0));
         assert!(says(&report, "is not known: there was no allocation to compare"));
         report.policies[0].same_address = None;
         assert!(says(&report, "is not known: the trace is not PyTorch's"));
-        // Where a replay failed earlier than PyTorch did, that is what is told.
-        let mut early = run("segments", true, 21 * GIB, 21 * GIB);
+        // If a replay failed earlier than PyTorch, the findings say that instead.
+        let mut early = run(Policy::Segments, true, 21 * GIB, 21 * GIB);
         early.left_early = true;
         report.policies = vec![early];
         assert!(!says(&report, "what PyTorch did"));
     }
 
     #[test]
-    fn a_share_of_less_than_all_is_never_all() {
+    fn shares_are_never_rounded_up_to_all() {
         assert_eq!(below_all(0.999_99), "over 99.9 %");
         assert_eq!(below_all(0.5), "50.0 %");
     }
@@ -729,8 +752,8 @@ mod tests {
     #[test]
     fn driver_time_is_compared_with_the_recorded_policys() {
         let mut report = report(vec![
-            run("segments", true, 36 * GIB, 27 * GIB),
-            run("expandable", false, 25 * GIB, 21 * GIB),
+            run(Policy::Segments, true, 36 * GIB, 27 * GIB),
+            run(Policy::Expandable, false, 25 * GIB, 21 * GIB),
         ]);
         assert!(!says(&report, "Driver calls"));
         report.policies[1].driver_us = 3500.0;

@@ -1,14 +1,14 @@
-// Words and elements. Text from a trace reaches the page only as text nodes, through `h`.
+// Text and elements. Text from a trace reaches the page only as text nodes, through `h`.
 
 const report = JSON.parse(document.getElementById("data").textContent);
 const byId = (id) => document.getElementById(id);
 
-/** An element with attributes and children; strings become text. */
+/** Makes an element with attributes and children; strings become text. */
 function h(tag, attributes, ...children) {
   return fill(document.createElement(tag), attributes, children);
 }
 
-/** The same for SVG. */
+/** Makes an SVG element. */
 function svg(tag, attributes, ...children) {
   return fill(document.createElementNS("http://www.w3.org/2000/svg", tag), attributes, children);
 }
@@ -25,15 +25,15 @@ function fill(element, attributes, children) {
 
 const KIB = 1024, MIB = 1024 * KIB, GIB = 1024 * MIB;
 
-/** Bytes as the command line writes them. */
+/** Formats bytes as `cushion_core::size::display` does. */
 function bytes(count) {
-  if (count < KIB) return `${count} bytes`;
-  if (count < MIB) return `${(count / KIB).toFixed(2)} KiB`;
-  if (count < GIB) return `${(count / MIB).toFixed(2)} MiB`;
-  return `${(count / GIB).toLocaleString("en-US", { minimumFractionDigits: 2, maximumFractionDigits: 2 })} GiB`;
+  if (count <= KIB) return `${count} bytes`;
+  if (count <= MIB) return `${(count / KIB).toFixed(2)} KiB`;
+  if (count <= GIB) return `${(count / MIB).toFixed(2)} MiB`;
+  return `${(count / GIB).toFixed(2)} GiB`;
 }
 
-/** A size somebody asked for: 24 GiB rather than 24.00 GiB. */
+/** Formats a given size: 24 GiB rather than 24.00 GiB. */
 const asked = (count) => bytes(count).replace(".00 ", " ");
 
 /** Keeps a figure and its unit on one line. */
@@ -50,7 +50,7 @@ function plural(count, one, many) {
   return `${number(count)} ${count === 1 ? one : many}`;
 }
 
-/** Microseconds for people. */
+/** Formats microseconds. */
 function duration(us) {
   if (us < 1000) return `${Math.round(us)} µs`;
   if (us < 1e6) return `${trim(us / 1e3)} ms`;
@@ -66,13 +66,12 @@ const DASHES = ["", "7 4", "2 3", "9 3 2 3"];
 const policyColour = (index) => `var(--p${index % 4})`;
 const policyDash = (index) => DASHES[index % DASHES.length];
 
-/** A stack, innermost line first, as an ordered list. */
+/** Makes an ordered list of a stack, innermost line first. */
 function stackList(site) {
   return h("ol", { class: "stack mono" }, report.sites[site].map((frame) => h("li", {}, report.frames[frame])));
 }
 
-/** The lines of a stack that say most: one for each file on the way, without PyTorch's way of calling
- * a module. */
+/** Returns the most telling lines of a stack: one for each file, without PyTorch's module calls. */
 function tellingFrames(site, most) {
   const frames = report.sites[site].map((frame) => report.frames[frame]);
   const telling = frames.filter((frame) => !/^_(wrapped_)?call_impl /.test(frame));
@@ -81,7 +80,7 @@ function tellingFrames(site, most) {
   return (turns.length ? turns : frames).slice(0, most);
 }
 
-/** Radio buttons in a fieldset; calls back with the value chosen. */
+/** Adds radio buttons to a fieldset; calls back with the selected value. */
 function radios(fieldset, name, choices, chosen) {
   fieldset.hidden = false;
   choices.forEach(([value, label], index) => {

@@ -1,4 +1,4 @@
-//! Fills a report: replays the trace under each policy and keeps what the page shows.
+//! Builds a report: replays the trace under each policy and collects what the page shows.
 
 use std::collections::HashMap;
 use std::io::Write;
@@ -11,7 +11,8 @@ use cushion_trace::{
     ReplayConfig, Snapshot, StackId, min_capacity, replay_watched, state_at,
 };
 
-use crate::{Streams, recorded};
+use crate::output::Streams;
+use crate::trace_files::recorded;
 
 use super::data::{
     AddressMap, Curve, Origin, Peak, PeakGroup, PolicyRun, RecordedOom, RefusalAt, Report,
@@ -24,10 +25,10 @@ use super::series::{self, Recorder};
 use super::shortages;
 use super::sites::Sites;
 
-/// Origins listed at the peak.
+/// The number of origins listed at the peak.
 const MOST_GROUPS: usize = 30;
 
-/// What to report on.
+/// The parameters of a report.
 #[derive(Debug)]
 pub(crate) struct Request<'a> {
     pub(crate) name: String,
@@ -38,7 +39,7 @@ pub(crate) struct Request<'a> {
     pub(crate) capacity: Option<u64>,
 }
 
-/// Replays, and gathers everything the page shows.
+/// Replays the trace and collects all data of the page.
 pub(crate) fn gather<O: Write, T: Write>(
     request: &Request<'_>,
     streams: &mut Streams<O, T>,
@@ -49,13 +50,13 @@ pub(crate) fn gather<O: Write, T: Write>(
     for policy in Policy::ALL {
         runs.push(request.run(policy, streams).context(bug)?);
     }
-    // What is live does not depend on the policy, but for how far a run got and what was refused: look
-    // at the one that served most, and of equals at the recorded one.
+    // Live allocations do not depend on the policy, except for refusals and where a run ended: use
+    // the run that served most, and among equals the recorded one.
     let mut longest = runs
         .iter()
         .max_by_key(|run| (run.shown.events, run.shown.live_peak, run.shown.recorded))
-        .context("there is no policy")?;
-    // What was recorded does not end where every replay failed.
+        .context("no policy was replayed")?;
+    // The recorded run goes on after every replay has failed.
     let whole;
     let unlimited = Request { capacity: None, name: request.name.clone(), ..*request };
     let mut at_peak = request;
@@ -75,7 +76,7 @@ pub(crate) fn gather<O: Write, T: Write>(
     };
     let has_times = duration_us.is_some();
     let (lives, mut lifetimes) = life::follow(request.events(), peak_event, has_times);
-    // A page keeps so many stacks: those listed come before those that a map may show.
+    // The number of stacks on a page is limited: the listed ones come before those of a map.
     let mut sites = Sites::new(&snapshot.stacks);
     let peak = at_peak.peak(peak_event, policy, &lives, &mut sites).context(bug)?;
     for run in &mut runs {
@@ -85,7 +86,7 @@ pub(crate) fn gather<O: Write, T: Write>(
     let notes = request.notes(&runs);
     let shortages = runs.iter_mut().filter_map(|run| run.shortages.take()).collect();
     let (sites, frames) = sites.finish();
-    // With a limit, requests that PyTorch refused are tried again; a smallest device serves them.
+    // With a limit, requests that PyTorch refused are retried; the smallest device serves them.
     let (floor, device) = (program.floor_bytes(capacity.is_some()), program.floor_bytes(true));
     let unanswered = program.oom.filter(|_| capacity.is_none());
     let mut report = Report {
@@ -110,7 +111,7 @@ pub(crate) fn gather<O: Write, T: Write>(
     Ok(report)
 }
 
-/// One policy's replay, as shown and as other parts need it.
+/// The replay under one policy, for the page and for other parts.
 struct Run {
     policy: Policy,
     shown: PolicyRun,
@@ -130,7 +131,8 @@ impl Request<'_> {
         self.snapshot.devices[self.device].get(usize::try_from(at).ok()?)
     }
 
-    /// Whether what was allocated at `event` is live to the end. A request that PyTorch refused is not.
+    /// Returns whether the allocation of `event` is live to the end. A request that PyTorch refused
+    /// is not.
     fn is_kept(&self, event: u64, lives: &Lives) -> bool {
         lives.end(event).is_none() && self.event(event).is_some_and(|e| e.action == Action::Alloc)
     }
@@ -181,8 +183,8 @@ impl Request<'_> {
             site: None,
         });
         let shown = PolicyRun {
-            name: policy.name(),
-            about: findings::about(policy.name()),
+            policy,
+            about: findings::about(policy),
             recorded: policy == program.policy && program.origin == TraceOrigin::Torch,
             events: outcome.events,
             live_peak,
@@ -214,8 +216,7 @@ impl Request<'_> {
         })
     }
 
-    /// Draws the address map of a run: where it failed if it did, because then those holes matter, else
-    /// at its peak.
+    /// Draws the address map of a run: at its failure, whose holes matter, else at its peak.
     fn map(&self, run: &mut Run, lives: &Lives, sites: &mut Sites<'_>) -> Result<(), DriverError> {
         let mut site = |event| sites.index(self.stack_of(event)?);
         let mut moment = run.shown.reserved_peak_event;
@@ -259,7 +260,7 @@ impl Request<'_> {
         }
     }
 
-    /// What was live at the peak, by where it came from.
+    /// Groups the live allocations at the peak by origin.
     fn peak(
         &self,
         event: u64,
@@ -319,8 +320,8 @@ impl Request<'_> {
         Ok(peak)
     }
 
-    /// The stacks of blocks that were there before the first event and are there after the last: the
-    /// file keeps them with the blocks. Addresses are PyTorch's.
+    /// Returns the stacks of blocks that existed before the first event and still exist after the
+    /// last: the file has them with the blocks, by PyTorch's addresses.
     fn old_stacks(&self) -> HashMap<u64, StackId> {
         if !self.program.begins_in_the_middle() {
             return HashMap::new();
@@ -338,36 +339,36 @@ impl Request<'_> {
         stacks
     }
 
-    /// What could not be known, and what is assumed.
+    /// Returns what is not known, and what is assumed.
     fn notes(&self, runs: &[Run]) -> Vec<String> {
         let mut notes = vec![
-            "Recorded: the requests and frees, and so what is live. Simulated: the policies, and so \
-             what is reserved and at which address. A replay assumes that the program would have \
-             asked for the same under another policy."
+            "Recorded: the requests and frees, and so the live memory. Simulated: the policies, and \
+             so the reserved memory and the addresses. A replay assumes that the program would have \
+             made the same requests under another policy."
                 .to_owned(),
         ];
         notes.extend(self.program.notes.iter().map(|note| findings::sentence(note)));
         if self.program.begins_in_the_middle() {
             notes.push(
-                "Where memory from before the trace came from is known only if it is there at the end \
-                 as well, and stacks were recorded then."
+                "The origin of memory from before the trace is known only if the memory is still \
+                 live at the end, with a recorded stack."
                     .to_owned(),
             );
             notes.push(
-                "What another policy would have held before the trace begins is not known: its replay \
-                 starts from the live blocks alone."
+                "The memory that another policy would have held before the trace is not known: its \
+                 replay starts from the live blocks alone."
                     .to_owned(),
             );
         }
         if self.program.origin != TraceOrigin::Torch {
             notes.push(
-                "The trace is not PyTorch's: it has requests and frees, but tells nothing of how its \
-                 allocator laid memory out."
+                "The trace is not PyTorch's: it has requests and frees, but not the layout that \
+                 its allocator chose."
                     .to_owned(),
             );
         } else if self.snapshot.stacks.is_empty() {
             notes.push(
-                "No stacks were recorded, so allocations are told apart by size and stream. \
+                "No stacks were recorded, so allocations are grouped by size and stream. \
                  torch.cuda.memory._record_memory_history(stacks=\"python\") records stacks."
                     .to_owned(),
             );
@@ -375,44 +376,44 @@ impl Request<'_> {
         let floor = self.program.floor_bytes(true);
         if runs.iter().any(|run| run.shown.smallest.is_some_and(|bytes| bytes < floor)) {
             notes.push(
-                "The smallest device can be below the floor: with less memory an allocator waits for \
-                 pending frees earlier than PyTorch did, and then less is live at once."
+                "The smallest device can be below the floor: with less memory an allocator waits \
+                 for pending frees earlier than PyTorch did, and then less is live at once."
                     .to_owned(),
             );
         }
         let passed_over = runs.iter().map(|run| run.refusals_passed_over).max().unwrap_or(0);
         if passed_over > 0 {
             notes.push(format!(
-                "What was refused when it was recorded ({passed_over} of the requests) is passed over in the curves, \
-                 which have no limit; the smallest device includes it."
+                "Requests that were refused when recorded ({passed_over}) are not in the curves, \
+                 which have no limit; the smallest device serves them."
             ));
         }
         for run in runs.iter().filter(|run| run.hurried_frees > 0) {
             notes.push(format!(
-                "Under {} the work that {} of {} pending frees wait for is waited for earlier than \
+                "Under {} the replay waits for the work of {} of {} pending frees earlier than \
                  PyTorch saw it done; how long that would take is not known.",
                 run.policy, run.hurried_frees, run.pending_frees
             ));
         }
         notes.push(format!(
-            "The smallest device is found to {}: with that much less the trace does not pass. A much \
-             smaller one may pass by luck.",
+            "The smallest device is exact to {}: with that much less the trace does not pass. A \
+             much smaller device may still pass by chance.",
             display(CAPACITY_STEP).replace(".00 ", " ")
         ));
         notes.push(format!(
-            "A device here is what the allocator may hold. The CUDA context and other processes are \
-             not part of it: a card sold as N GB is taken to leave {CARD_SHARE} % of N GiB."
+            "A device here is the memory that the allocator may reserve. The CUDA context and other \
+             processes are not part of it: a card sold as N GB is taken to leave {CARD_SHARE} % of N GiB."
         ));
         notes.push(
-            "Driver time is what the driver calls of a replay cost by prices measured on an NVIDIA \
-             H200."
+            "Driver time is the cost of a replay's driver calls, at the cost of each call \
+             measured on an NVIDIA H200."
                 .to_owned(),
         );
         notes
     }
 }
 
-/// What allocations at the peak have in common.
+/// The property by which allocations at the peak are grouped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 enum Key {
     Stack(StackId),

@@ -1,10 +1,10 @@
-// How long allocations lived: one table of bars, by events or by time.
+// Lifetimes of allocations: one table of bars, by events or by time.
 
 function drawLifetimes() {
   const { lifetimes } = report;
   byId("lifetimes-caption").textContent =
     `From request to completed free, for the ${plural(lifetimes.all.count, "allocation", "allocations")} of the trace (recorded). ` +
-    "Bytes allocated counts each allocation once, however short; live at the peak is what was held when live was highest.";
+    "Bytes allocated counts each allocation once, however short; live at the peak counts the allocations held when live was highest.";
   if (lifetimes.by_time) {
     radios(byId("life-axis"), "life", [["events", "events"], ["time", "recorded time"]], paintLifetimes);
   }

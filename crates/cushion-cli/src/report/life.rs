@@ -1,4 +1,4 @@
-//! How long allocations live: from the request to the completed free.
+//! Lifetimes of allocations: from the request to the completed free.
 
 use std::collections::HashMap;
 
@@ -6,24 +6,24 @@ use cushion_trace::{Action, Event};
 
 use super::data::{Life, LifeBin, Lifetimes};
 
-/// When the allocations of a trace end.
+/// The ends of the allocations of a trace.
 #[derive(Debug, Default)]
 pub(crate) struct Lives {
-    /// For each event that is an allocation whose free is recorded, the event of that free; else 0,
-    /// which is no event a free can be at.
+    /// For each event that is an allocation with a recorded free, the event of that free; else 0,
+    /// at which no free can be.
     ends: Vec<u32>,
 }
 
 impl Lives {
-    /// The event at which the allocation made at `event` was freed; `None` if the trace ends before.
+    /// Returns the event that freed the allocation of `event`; `None` if the trace ends before.
     pub(crate) fn end(&self, event: u64) -> Option<u64> {
         let end = *self.ends.get(usize::try_from(event).ok()?)?;
         (end > 0).then_some(u64::from(end))
     }
 }
 
-/// Follows each address from its `alloc` to its `free_completed`, and counts how long that took in
-/// events and, if the file has them, in times. `peak` is the event at which live bytes were most.
+/// Follows each address from its `alloc` to its `free_completed`, and counts the lifetimes in
+/// events and, if the file has them, in times. `peak` is the event of the peak of live bytes.
 pub(crate) fn follow(
     events: impl Iterator<Item = Event>,
     peak: u64,
@@ -38,7 +38,7 @@ pub(crate) fn follow(
         let ended = match event.action {
             Action::Alloc => {
                 let Event { size, time_us, .. } = event;
-                // An address that is handed out again was freed, even if that was not recorded.
+                // An address that is allocated again was freed, even if that was not recorded.
                 live.insert(event.addr, Start { index, size, time_us })
             }
             Action::FreeCompleted => live.remove(&event.addr),
@@ -65,7 +65,7 @@ pub(crate) fn follow(
     (Lives { ends }, found)
 }
 
-/// An allocation on its way.
+/// The start of an allocation.
 struct Start {
     index: u32,
     size: u64,
@@ -94,7 +94,7 @@ struct Histogram {
 }
 
 impl Histogram {
-    /// Where a bin begins.
+    /// Returns the start of a bin.
     fn edge(bin: usize) -> u64 {
         let power = u32::try_from(bin / 2).ok().and_then(|exponent| 10_u64.checked_pow(exponent));
         let factor = if bin.is_multiple_of(2) { 1 } else { 3 };
@@ -116,7 +116,7 @@ impl Histogram {
         self.bins[bin].add(life);
     }
 
-    /// The bins from the first that is not empty.
+    /// Returns the bins from the first that is not empty.
     fn finish(self) -> Vec<LifeBin> {
         self.bins
             .into_iter()
@@ -149,7 +149,7 @@ mod tests {
     }
 
     #[test]
-    fn a_life_ends_when_its_free_completes() {
+    fn a_lifetime_ends_when_its_free_completes() {
         use Action::{Alloc, FreeCompleted, FreeRequested};
         let events = [
             event(Alloc, 1, 100, 10),

@@ -1,5 +1,5 @@
-// The address map: for each policy a tape of all reserved memory, wrapped into rows. All maps have
-// one scale, so a shorter one holds less. A canvas each, because there may be thousands of blocks.
+// The address map: for each policy a strip of all reserved memory, wrapped into rows. All maps have
+// one scale, so a shorter map holds less. Each is a canvas, because there may be thousands of blocks.
 
 const KINDS = {
   K: ["live, held to the end of the trace", "--kept"],
@@ -39,7 +39,7 @@ function colours() {
   return (name) => style.getPropertyValue(name).trim();
 }
 
-/** What a block of a kind is filled with; holes are hatched, so that colour alone does not tell. */
+/** Returns the fill of a kind of block; holes are hatched, so that colour is not the only difference. */
 function filler(context, kind, colour) {
   const plain = colour(KINDS[kind][1]);
   if (kind !== "F" && kind !== "M") return plain;
@@ -118,7 +118,7 @@ function makeMap(run) {
   return { paint };
 }
 
-/** Columns of the report to objects, each with its segment. */
+/** Turns the columns of the report into objects, each with its segment. */
 function flatten(map) {
   const rects = [];
   const merged = new Map(map.rects.merged.map(([index, blocks, free]) => [index, { blocks, free }]));
@@ -146,7 +146,7 @@ function describe({ size, kind, event, merged, strip, group }) {
   return [`${bytes(size)}: ${what}${made}.`, `${group.label}; ${place}${gap}.`];
 }
 
-/** Lays the tape out in rows, paints it, and returns where each piece is: [x, y, width, index]. */
+/** Lays the strip out in rows, paints it, and returns the position of each part: [x, y, width, index]. */
 function paintMap(canvas, map, rects, chosen) {
   const width = Math.max(200, canvas.parentElement.clientWidth);
   const most = Math.max(...report.policies.map((run) => run.map.reserved));
@@ -201,7 +201,7 @@ function paintPieces(canvas, { width, height, pieces, labels, marks, rects, chos
     pen.fillStyle = fills[rects[index].kind];
     pen.fillRect(x, y, part, ROW);
   }
-  // Neighbours of one kind are told apart by a hair line, where there is room for one.
+  // A hairline separates neighbours of one kind, if there is room.
   pen.fillStyle = colour("--bg");
   for (const [x, y, part] of pieces) {
     if (part > 3) pen.fillRect(x, y, 0.6, ROW);

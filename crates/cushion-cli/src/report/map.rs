@@ -1,9 +1,9 @@
 //! The address map: every segment and block at one moment, in no more rectangles than a screen can
 //! show.
 //!
-//! Segments are put in groups by pool and stream, and in address order within each. If there are more
-//! blocks than rectangles allowed, the smallest neighbours of equal use are drawn as one; if that is
-//! not enough, the smallest neighbours of any use, and at last of several segments.
+//! Segments are grouped by pool and stream, in address order within each group. If there are more
+//! blocks than rectangles, the smallest neighbours of the same use are merged; if that is not
+//! enough, the smallest neighbours of any use, and finally neighbours of several segments.
 
 use std::collections::BTreeMap;
 
@@ -11,23 +11,23 @@ use cushion_core::{BlockUse, PoolId, SegmentFigures, Snapshot, StreamId};
 
 use super::data::{AddressMap, Hole, MapGroup, Rects, Strip};
 
-/// Rectangles of all maps on one page together.
+/// The number of rectangles in all maps of a page.
 pub(crate) const MOST_RECTS: usize = 20_000;
-/// Groups of one map; smaller ones share the last.
+/// The number of groups in a map; smaller groups share the last.
 const MOST_GROUPS: usize = 24;
-/// Holes told of in words.
+/// The number of holes listed.
 const MOST_HOLES: usize = 10;
 
-/// What is known of the allocation at an address.
+/// What is known about the allocation at an address.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Source {
-    /// The event that made it; `None` if that was before the trace began.
+    /// The event that made it; `None` if it was made before the trace began.
     pub(crate) event: Option<u64>,
     /// Whether it is still live when the trace ends.
     pub(crate) kept: bool,
 }
 
-/// Draws a snapshot in at most `most` rectangles (or one per group, if that is more). `site` gives the
+/// Draws a snapshot in at most `most` rectangles, but at least one per group. `site` returns the
 /// index of the stack of an event.
 pub(crate) fn draw(
     snapshot: &Snapshot,
@@ -76,7 +76,7 @@ pub(crate) fn draw(
     map
 }
 
-/// One group on its way.
+/// A group under construction.
 #[derive(Default)]
 struct Tape<'a> {
     label: String,
@@ -86,7 +86,7 @@ struct Tape<'a> {
     pieces: Vec<Piece>,
 }
 
-/// What a rectangle shows.
+/// The content of a rectangle.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Kind {
     /// Live, and still live when the trace ends.
@@ -119,14 +119,14 @@ struct Piece {
     size: u64,
     kind: Kind,
     free: u64,
-    /// The event that allocated it, if it is one allocation and that is known.
+    /// The event that allocated it, if it is one allocation and the event is known.
     event: Option<u64>,
     blocks: u32,
-    /// Segments that begin in it.
+    /// The number of segments that begin in it.
     segments: u32,
 }
 
-/// The segments in groups, the largest first.
+/// Returns the segments in groups, the largest first.
 fn tapes(snapshot: &Snapshot) -> Vec<Tape<'_>> {
     let mut groups: BTreeMap<(PoolId, StreamId, bool), Vec<&SegmentFigures>> = BTreeMap::new();
     for segment in &snapshot.segments {
@@ -164,7 +164,7 @@ fn label(pool: PoolId, stream: StreamId, small: bool) -> String {
     format!("{pool}{}, {kind} blocks", name_of(stream))
 }
 
-/// A stream for people: the default one is 0, others are handles.
+/// Formats a stream: the default stream is 0, others are handles.
 pub(crate) fn name_of(stream: StreamId) -> String {
     if stream.0 < 1 << 16 {
         format!("stream {}", stream.0)
@@ -202,10 +202,10 @@ fn pieces(
     })
 }
 
-/// Whether two neighbours may be drawn as one.
+/// Whether two neighbours may be merged.
 type May = fn(&Piece, &Piece) -> bool;
 
-/// Merges the smallest neighbours until there are few enough pieces.
+/// Merges the smallest neighbours until at most `most` rectangles are left.
 fn thin(tapes: &mut [Tape<'_>], most: usize) {
     let count = |tapes: &[Tape<'_>]| tapes.iter().map(|tape| tape.pieces.len()).sum::<usize>();
     let ways: [May; 3] =
@@ -222,7 +222,7 @@ fn thin(tapes: &mut [Tape<'_>], most: usize) {
     }
 }
 
-/// Merges neighbours that may be merged and are no larger than `limit` together.
+/// Merges neighbours that may be merged and are together at most `limit` large.
 fn merge(pieces: &mut Vec<Piece>, limit: u64, may: May) {
     pieces.dedup_by(|next, kept| {
         let fits = kept.size.saturating_add(next.size) <= limit && may(kept, next);
@@ -239,7 +239,7 @@ fn merge(pieces: &mut Vec<Piece>, limit: u64, may: May) {
 }
 
 impl Tape<'_> {
-    /// Adds the rectangles, and says which segments they are of.
+    /// Adds the rectangles, and the segments they belong to.
     fn finish(self, rects: &mut Rects, site: &mut impl FnMut(u64) -> Option<u32>) -> MapGroup {
         let mut strips: Vec<Strip> = Vec::new();
         let paged: BTreeMap<u64, u64> = self
@@ -288,7 +288,7 @@ mod tests {
 
     use super::*;
 
-    /// `count` blocks of 512 bytes, every other one free.
+    /// Returns `count` blocks of 512 bytes, every other one free.
     fn comb(count: usize, stream: StreamId) -> Snapshot {
         let driver = Arc::new(SimDriver::new(SimConfig::with_capacity(1 << 40)));
         let engine = Engine::new(driver);
@@ -345,7 +345,7 @@ mod tests {
     }
 
     #[test]
-    fn neighbours_of_equal_use_are_merged_first() {
+    fn neighbours_of_the_same_use_are_merged_first() {
         let driver = Arc::new(SimDriver::new(SimConfig::with_capacity(1 << 40)));
         let engine = Engine::new(driver);
         for _ in 0..100 {

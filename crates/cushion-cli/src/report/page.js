@@ -1,4 +1,4 @@
-// Draws the page, in the order it is read.
+// Draws the page, in reading order.
 
 drawFailures();
 drawShortages();

@@ -1,32 +1,32 @@
-//! Curves over a million events, in as many points as a screen has: each bucket keeps the least and
-//! the most that was seen in it, so no peak is lost.
+//! Curves over millions of events, with as many points as a screen has pixels: each bucket keeps
+//! its minimum and maximum, so no peak is lost.
 
 use cushion_trace::Watch;
 
 use super::data::Curve;
 
-/// About as many as a wide screen has pixels.
+/// About the width of a large screen in pixels.
 pub(crate) const BUCKETS: usize = 1500;
 
-/// How many buckets a trace of so many events gets.
+/// Returns the number of buckets for a trace of `events` events.
 pub(crate) fn buckets(events: u64) -> usize {
     usize::try_from(events).unwrap_or(usize::MAX).clamp(1, BUCKETS)
 }
 
-/// The bucket of an event.
+/// Returns the bucket of an event.
 fn bucket(event: u64, events: u64) -> usize {
     let buckets = buckets(events);
     let place = u128::from(event) * buckets as u128 / u128::from(events.max(1));
     usize::try_from(place).unwrap_or(usize::MAX).min(buckets - 1)
 }
 
-/// The first event of a bucket.
+/// Returns the first event of a bucket.
 pub(crate) fn first_event(bucket: usize, events: u64) -> u64 {
     let first = (bucket as u128 * u128::from(events)).div_ceil(buckets(events) as u128);
     u64::try_from(first).unwrap_or(u64::MAX)
 }
 
-/// Live and reserved bytes of a replay that is watched.
+/// Records live and reserved bytes during a replay.
 #[derive(Debug)]
 pub(crate) struct Recorder {
     events: u64,
@@ -35,15 +35,15 @@ pub(crate) struct Recorder {
 }
 
 impl Recorder {
-    /// For a trace of so many events. If it begins in the middle of a run, what is seen first was there
-    /// from the start; else there was nothing.
+    /// Makes a recorder for `events` events. If the trace begins in the middle of a run, the first
+    /// values count from the start; else the curve starts at zero.
     pub(crate) fn new(events: u64, begins_in_the_middle: bool) -> Self {
         let series = || Series { begins_in_the_middle, ..Series::default() };
         Self { events, live: series(), reserved: series() }
     }
 
-    /// The curves of live and reserved bytes up to event `end`. Their peaks are told as an event and a
-    /// value each: one may last for less than a step, and is drawn none the less.
+    /// Returns the curves of live and reserved bytes up to event `end`. Each peak is given as an
+    /// event and a value, because it may last for less than a step.
     pub(crate) fn finish(
         self,
         end: u64,
@@ -73,9 +73,9 @@ pub(crate) struct Peaked {
 #[derive(Debug, Default)]
 struct Series {
     curve: Curve,
-    /// The value after the last moment.
+    /// The latest value.
     now: u64,
-    /// The first event with the most so far, and that most.
+    /// The first event with the highest value so far, and the value.
     most: (u64, u64),
     begins_in_the_middle: bool,
 }
@@ -83,7 +83,7 @@ struct Series {
 impl Series {
     fn take(&mut self, at: usize, event: u64, value: u64) {
         let Curve { lo, hi } = &mut self.curve;
-        // Events come in order; one that does not is counted where the curve is.
+        // Events come in order; an event out of order is counted in the current bucket.
         let at = at.max(hi.len().saturating_sub(1));
         if at < hi.len() {
             lo[at] = lo[at].min(value);
@@ -104,7 +104,7 @@ impl Series {
     }
 
     fn finish(mut self, end: u64, (event, value): (u64, u64), events: u64) -> Peaked {
-        // Nothing more happens until the end.
+        // Nothing changes until the end.
         let length = (bucket(end.saturating_sub(1), events) + 1).max(self.curve.hi.len());
         self.curve.lo.resize(length, self.now);
         self.curve.hi.resize(length, self.now);
@@ -117,8 +117,8 @@ impl Series {
     }
 }
 
-/// When each bucket begins, in microseconds after the first event, and how long all took; `None` if
-/// the file has no times. Time never runs backwards, even where a file says so.
+/// Returns the start of each bucket, in microseconds after the first event, and the total duration;
+/// `None` if the file has no times. Time never runs backwards, even if the file does.
 pub(crate) fn times(of_events: impl Iterator<Item = u64>, events: u64) -> Option<(Vec<u64>, u64)> {
     let mut times = Vec::with_capacity(buckets(events));
     let (mut start, mut now) = (None, 0);
@@ -137,13 +137,13 @@ pub(crate) fn times(of_events: impl Iterator<Item = u64>, events: u64) -> Option
 mod tests {
     use super::*;
 
-    /// Every bucket of a long run keeps its extremes, and the highest point is the peak itself.
+    /// Every bucket of a long run keeps its extremes, and the highest point is the peak.
     #[test]
     fn no_peak_is_lost() {
         let events = 1_000_000;
         let mut recorder = Recorder::new(events, false);
         for event in 0..events {
-            // One event in a million stands out.
+            // One event in a million is the peak.
             let live = if event == 777_777 { 9_999 } else { event % 100 };
             recorder.moment(event, live, 200);
         }
@@ -169,21 +169,21 @@ mod tests {
     }
 
     #[test]
-    fn a_trace_that_begins_in_the_middle_does_not_begin_with_nothing() {
+    fn a_trace_from_the_middle_does_not_start_at_zero() {
         let mut recorder = Recorder::new(4, true);
         recorder.moment(2, 10, 20);
         assert_eq!(recorder.finish(4, (2, 10), (2, 20)).0.curve.hi, [10, 10, 10, 10]);
     }
 
     #[test]
-    fn a_run_that_ended_early_is_a_shorter_curve() {
+    fn a_run_that_ended_early_has_a_shorter_curve() {
         let mut recorder = Recorder::new(10, false);
         recorder.moment(2, 10, 20);
         let live = recorder.finish(5, (2, 10), (2, 20)).0.curve;
         assert_eq!(live.hi, [0, 0, 10, 10, 10]);
     }
 
-    /// A request that is tried and taken back within one step is a peak all the same.
+    /// A request that is served and undone within one step still counts as a peak.
     #[test]
     fn a_peak_within_a_step_is_drawn() {
         let mut recorder = Recorder::new(4, false);

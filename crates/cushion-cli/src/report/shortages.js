@@ -1,4 +1,4 @@
-// Shortages: what became of each request that fell short, in the replays and in a file of receipts.
+// Shortages and their outcomes, in the replays and in a file of receipts.
 
 function drawShortages() {
   if (!report.shortages.length) return;
@@ -6,8 +6,8 @@ function drawShortages() {
   const replayed = report.shortages.some((run) => !run.from_file);
   byId("shortages-caption").textContent =
     (replayed ? `Requests that fell short of memory in the replays${report.capacity ? ` on a device of ${asked(report.capacity)}` : ""}, with the ladder ${report.trace.ladder}. ` : "") +
-    "A rung is one way to win memory; what was refused says what would have made it fit. " +
-    "The largest groups of live allocations are those when the shortage ended.";
+    "A rung is one step that tries to win memory; a refused request shows what would have made it fit. " +
+    "The largest groups of live allocations are those at the end of the shortage.";
   byId("shortages-list").append(...report.shortages.flatMap(shortagesOf));
 }
 
@@ -15,10 +15,10 @@ function shortagesOf(run) {
   const hidden = run.all - run.rows.length;
   const more = [
     hidden > 0 ? `${plural(hidden, "other is", "others are")} not shown.` : "",
-    run.torn > 0 ? `${plural(run.torn, "line ends", "lines end")} too early, as when a process is killed.` : "",
+    run.torn > 0 ? `${plural(run.torn, "line ends", "lines end")} too early, as after a killed process.` : "",
   ].filter(Boolean).join(" ");
   const columns = [
-    { head: "shortage" }, { head: "asked for", num: true }, { head: "outcome" }, { head: "what was tried" },
+    { head: "shortage" }, { head: "requested", num: true }, { head: "outcome" }, { head: "steps tried" },
     { head: "time lost", num: true }, { head: "largest live groups", cls: "optional" },
   ];
   return [
@@ -33,12 +33,12 @@ function shortageRow(row) {
   const vain = row.rungs.filter((rung) => rung.in_vain).map((rung) => rung.rung);
   const tried = row.rungs.filter((rung) => !rung.in_vain).map((rung) =>
     `${rung.rung} ${rung.ended}` + (rung.won ? `, ${bytes(rung.won)}` : "") + (rung.ms >= 0.05 ? `, ${milliseconds(rung.ms)}` : ""));
-  if (vain.length) tried.push(`in vain: ${vain.join(", ")}`);
+  if (vain.length) tried.push(`without effect: ${vain.join(", ")}`);
   tried.push(...row.answers.map((answer) => `callback ${answer}`));
   const outcome = h("span", { class: "lines" },
     h("span", { class: row.survived ? "yes" : "no" }, row.outcome),
     row.remedies.map((remedy) => h("span", {}, unbroken(remedy))),
-    row.injected ? h("span", {}, "made up, for a test") : null);
+    row.injected ? h("span", {}, "injected, for a test") : null);
   return [
     [number(row.number), sub(row.device ? `${row.who}, device ${row.device}` : row.who)],
     bytes(row.requested), outcome, lines(tried), milliseconds(row.ms),

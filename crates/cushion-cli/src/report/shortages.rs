@@ -1,6 +1,7 @@
-//! Shortages for the page: those of each replay, and those of a run whose receipts are at hand.
+//! Shortages for the page: those of each replay, and those of a recorded file of receipts.
 //!
-//! A file of receipts is anybody's: what is taken from it is bounded here, and escaped as everything else is.
+//! A file of receipts may contain anything: its texts are truncated here, and escaped like all
+//! others.
 
 use std::cmp::Reverse;
 use std::fs::File;
@@ -11,23 +12,23 @@ use anyhow::Context as _;
 use cushion_core::{Ended, Policy, Receipt, Rung};
 use cushion_trace::{Outcome, read_receipts};
 
-use crate::load::short;
 use crate::shortages::remedies;
+use crate::trace_files::load::short;
 
 use super::data::{LiveGroup, RungTried, ShortageRow, Shortages};
 
-/// Receipts shown of each run.
+/// Receipts shown for each run.
 const MOST_ROWS: usize = 50;
-/// Groups of live allocations shown of each receipt.
+/// Groups of live allocations shown for each receipt.
 const MOST_GROUPS: usize = 3;
-/// Answers of callbacks shown of each receipt.
+/// Callback answers shown for each receipt.
 const MOST_ANSWERS: usize = 4;
 /// Characters of a name.
 const MOST_NAME: usize = 80;
-/// Characters of what a callback said, and of the place where memory was asked for.
+/// Characters of a callback's answer, and of the place of a request.
 const MOST_TEXT: usize = 120;
 
-/// The shortages of a replay, if it had any.
+/// Returns the shortages of a replay, if it had any.
 pub(crate) fn of_replay(policy: Policy, outcome: &Outcome) -> Option<Shortages> {
     let receipts: Vec<&Receipt> = outcome.receipts.iter().map(|receipt| &**receipt).collect();
     (!receipts.is_empty()).then(|| Shortages {
@@ -39,7 +40,7 @@ pub(crate) fn of_replay(policy: Policy, outcome: &Outcome) -> Option<Shortages> 
     })
 }
 
-/// The shortages of another run, from its file of receipts.
+/// Returns the shortages of another run, from its file of receipts.
 pub(crate) fn of_file(path: &Path) -> anyhow::Result<Shortages> {
     let name = path.display().to_string();
     let file = File::open(path).with_context(|| name.clone())?;
@@ -55,7 +56,7 @@ pub(crate) fn of_file(path: &Path) -> anyhow::Result<Shortages> {
     })
 }
 
-/// The rows to show, in order: those that were refused first of all, and the latest.
+/// Returns the rows to show, in order: the first refusals, and the latest shortages.
 fn rows(receipts: &[&Receipt]) -> Vec<ShortageRow> {
     let mut shown: Vec<usize> = (0..receipts.len()).collect();
     shown.sort_by_key(|&index| (receipts[index].outcome.is_survived(), Reverse(index)));

@@ -1,18 +1,18 @@
-//! Stacks that the page names: each kept once, their lines kept once between them, and no more of
-//! either than a person would read.
+//! The stacks of a page: each stored once, with shared lines, and limited to what a person would
+//! read.
 
 use std::collections::HashMap;
 
 use cushion_trace::{Frame, StackId, Stacks};
 
-/// Stacks one page keeps; later ones are left out.
+/// Stacks on one page; later ones are left out.
 const MOST_SITES: usize = 400;
 /// Lines of one stack; the outermost are left out.
 const MOST_FRAMES: usize = 32;
 /// Characters of one line.
 const LONGEST_FRAME: usize = 200;
 
-/// The stacks of a page in the making.
+/// The stacks of a page under construction.
 #[derive(Debug)]
 pub(crate) struct Sites<'a> {
     stacks: &'a Stacks,
@@ -28,7 +28,7 @@ impl<'a> Sites<'a> {
         Self { stacks, known, sites: Vec::new(), frame_ids, frames: Vec::new() }
     }
 
-    /// The index of a stack on the page; `None` if the page is full.
+    /// Returns the index of a stack on the page; `None` if the page is full.
     pub(crate) fn index(&mut self, stack: StackId) -> Option<u32> {
         if let Some(&site) = self.known.get(&stack) {
             return Some(site);
@@ -53,14 +53,14 @@ impl<'a> Sites<'a> {
         })
     }
 
-    /// Lists of indices into the list of lines, and that list.
+    /// Returns the stacks as indices into the list of lines, and that list.
     pub(crate) fn finish(self) -> (Vec<Vec<u32>>, Vec<String>) {
         (self.sites, self.frames)
     }
 }
 
-/// The line of a stack that says most about where memory came from: the innermost that is not
-/// PyTorch's way of calling a module.
+/// Returns the line of a stack that best shows the origin: the innermost that is not PyTorch's
+/// module call.
 pub(crate) fn telling<'s>(frames: impl Iterator<Item = &'s str>) -> Option<&'s str> {
     let mut frames = frames.peekable();
     let innermost = frames.peek().copied();
@@ -89,7 +89,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_telling_line_is_not_pytorchs_call_of_a_module() {
+    fn the_telling_line_is_not_a_module_call() {
         let stack = ["_call_impl (module.py:1790)", "forward (resnet.py:151)", "main (a.py:1)"];
         assert_eq!(telling(stack.into_iter()), Some("forward (resnet.py:151)"));
         assert_eq!(telling(stack[..1].iter().copied()), Some(stack[0]));

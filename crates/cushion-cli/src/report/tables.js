@@ -1,12 +1,12 @@
-// Everything that is text or a table: the head, findings, policies, failures, origins, notes.
+// Text and tables: the head, findings, policies, failures, origins, notes.
 
-/** A table. A column is { head, num, cls }; a row is a list of cells, the first a row header. */
+/** Makes a table. A column is { head, num, cls }; a row is a list of cells, the first a row header. */
 function table(caption, columns, rows, cls) {
   const cell = (content, index) => {
     const column = columns[index];
     const style = [column.num ? "num" : "", column.cls || ""].join(" ").trim() || null;
     const attributes = { class: style, "data-label": column.head };
-    // The roles hold even where a narrow window shows rows as cards.
+    // The roles stay even if a narrow window shows rows as cards.
     return index === 0
       ? h("th", { scope: "row", role: "rowheader", ...attributes }, content)
       : h("td", { role: "cell", ...attributes }, content);
@@ -18,7 +18,7 @@ function table(caption, columns, rows, cls) {
     h("thead", { role: "rowgroup" }, h("tr", { role: "row" }, heads)),
     h("tbody", { role: "rowgroup" }, rows.map((row) => h("tr", { role: "row" }, row.map(cell)))));
   const scroll = h("div", { class: "scroll", role: "region", "aria-label": caption }, made);
-  // What scrolls must be reachable by keyboard; what does not is no stop on the way.
+  // A region that scrolls must be reachable by keyboard; others must not be tab stops.
   new ResizeObserver(() => {
     if (scroll.scrollWidth > scroll.clientWidth) scroll.tabIndex = 0;
     else scroll.removeAttribute("tabindex");
@@ -36,7 +36,7 @@ function drawHead() {
     ? `out of memory at event ${number(trace.oom.event)}` + (trace.oom.count > 1 ? ` (${plural(trace.oom.count, "refusal", "refusals")})` : "")
     : "no out-of-memory error recorded";
   const facts = [
-    ["Recorded policy", trace.policy ? `${trace.policy} (${aboutPolicy(trace.policy)})` : "another allocator's"],
+    ["Recorded policy", trace.policy ? `${trace.policy} (${aboutPolicy(trace.policy)})` : "another allocator"],
     trace.policy ? ["PYTORCH_CUDA_ALLOC_CONF", trace.conf || "not set"] : null,
     ["Device", trace.devices > 1 ? `${trace.device} (of ${trace.devices} with events)` : String(trace.device)],
     ["Events", number(trace.events)],
@@ -52,7 +52,7 @@ function drawHead() {
     byId("sections").append(h("li", {}, h("a", { href: `#${section.id}` }, heading)));
   }
   byId("made").textContent =
-    `Made by cushion ${report.version}. This file is complete in itself and asks nothing of any network.`;
+    `Made by cushion ${report.version}. This file is self-contained and uses no network.`;
 }
 
 const aboutPolicy = (name) => (report.policies.find((run) => run.name === name) || { about: name }).about;
@@ -70,8 +70,8 @@ function drawPolicies() {
   const judged = report.capacity !== null;
   byId("policies-caption").textContent =
     `Each policy replayed ${judged ? `on a device of ${asked(report.capacity)}` : "with no limit"}, with the ladder ${report.trace.ladder}. ` +
-    "Live is what the program asked for; reserved is what the allocator held for it; excess is reserved peak over live peak. " +
-    "The smallest device is the least the allocator must be allowed to hold for the whole trace to pass.";
+    "Live is the memory the program requested; reserved is the memory the allocator held for it; excess is reserved peak over live peak. " +
+    "The smallest device is the least memory with which the whole trace passes.";
   const columns = [
     { head: "policy" },
     { head: "live peak, and reserved beyond it", cls: "barcell" },
@@ -103,7 +103,7 @@ function drawPolicies() {
   byId("policy-table").append(table("Policies compared", columns, rows, "cards"));
 }
 
-const card = (gb) => (gb === null ? "none of the common ones" : `${gb} GB`);
+const card = (gb) => (gb === null ? "no common card" : `${gb} GB`);
 
 function peakBar(live, reserved, most) {
   const part = (cls, size) => {
@@ -125,7 +125,7 @@ function drawFailures() {
   const failed = report.policies.filter((run) => run.refusal);
   if (!failed.length) return;
   byId("failure").hidden = false;
-  const columns = ["policy", "event", "asked for", "live", "reserved", "largest free block", "request made in"]
+  const columns = ["policy", "event", "requested", "live", "reserved", "largest free block", "request made in"]
     .map((head, index) => ({ head, num: index > 0 && index < 6 }));
   const rows = failed.map(({ name, refusal }) => [
     [name, sub(refusal.recorded ? "PyTorch refused it too" : "only in this replay")],
@@ -135,7 +135,7 @@ function drawFailures() {
   byId("failure-list").append(table("Where memory ran out", columns, rows, "cards"));
 }
 
-/** A stack, folded: the telling lines to see, all of it to open. */
+/** Makes a folded stack: shows the telling lines, and opens to all lines. */
 function where(site) {
   const [first, ...callers] = tellingFrames(site, 3);
   return h("details", { class: "where" },
@@ -148,8 +148,8 @@ function drawLargest() {
   const { peak } = report;
   byId("largest-caption").textContent =
     `${bytes(peak.live)} in ${plural(peak.allocations, "allocation", "allocations")} were live at event ${number(peak.event)}, ` +
-    `grouped by ${peak.has_stacks ? "the stack that asked for them" : "size and stream, because no stacks were recorded"}. ` +
-    (report.capacity && report.trace.oom ? `As replayed under ${peak.policy}, with what PyTorch refused where it fits.` : "Recorded, and the same under every policy.");
+    `grouped by ${peak.has_stacks ? "the stack of the request" : "size and stream, because no stacks were recorded"}. ` +
+    (report.capacity && report.trace.oom ? `As replayed under ${peak.policy}, with requests that PyTorch refused if they fit.` : "Recorded, and the same under every policy.");
   const most = Math.max(1, ...peak.groups.map((group) => group.bytes));
   const columns = [
     { head: "where" }, { head: "bytes", num: true }, { head: "share", cls: "sharecell" },

@@ -1,4 +1,4 @@
-//! Keeps a panic from ending more than one run: it is what that run found.
+//! Catches a panic of a run, so that the other runs go on, and returns its message.
 
 use std::cell::{Cell, RefCell};
 use std::panic::{AssertUnwindSafe, PanicHookInfo, catch_unwind};
@@ -7,12 +7,12 @@ use std::sync::Once;
 thread_local! {
     /// Whether panics of this thread are caught.
     static GUARDED: Cell<bool> = const { Cell::new(false) };
-    /// What the last one said, and where.
+    /// The message and place of the first panic.
     static SAID: RefCell<Option<String>> = const { RefCell::new(None) };
 }
 
-/// What `f` returns, or what it panicked with. Nothing is printed: the command holds standard error while
-/// it runs, and says itself what went wrong.
+/// Runs `f`. Returns its value, or the message of its panic. Nothing is printed: the command holds
+/// standard error while it runs, and reports the failure itself.
 pub(crate) fn guarded<T>(f: impl FnOnce() -> T) -> Result<T, String> {
     static HOOK: Once = Once::new();
     HOOK.call_once(|| {
@@ -32,7 +32,7 @@ pub(crate) fn guarded<T>(f: impl FnOnce() -> T) -> Result<T, String> {
 fn note(info: &PanicHookInfo<'_>) {
     let said = info.payload_as_str().unwrap_or("a panic");
     let place = info.location().map(|at| format!(" ({}:{})", at.file(), at.line()));
-    // The first is the cause, if one leads to another.
+    // The first panic is the cause of any other.
     SAID.with_borrow_mut(|first| {
         first.get_or_insert_with(|| format!("{said}{}", place.unwrap_or_default()));
     });
@@ -43,7 +43,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_panic_is_what_was_found() {
+    fn a_panic_is_caught_with_its_message() {
         assert_eq!(guarded(|| 7), Ok(7));
         let found = guarded(|| panic!("{} went wrong", 1)).unwrap_err();
         assert!(found.starts_with("1 went wrong (") && found.contains("guard.rs:"), "{found}");

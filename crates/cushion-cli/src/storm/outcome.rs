@@ -1,4 +1,5 @@
-//! What a run showed: as JSON, one object per run, and as rows of a table, one per policy and ladder.
+//! The results of a storm: as JSON, one object per run, and as a table, one row per policy and
+//! ladder.
 
 use std::time::Duration;
 
@@ -7,20 +8,20 @@ use serde::Serialize;
 
 use super::task::{Doing, Fate, Fates};
 use super::world::World;
-use crate::table::{Align, Table};
+use crate::output::table::{Align, Table};
 
 /// How a run ended.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Ended {
-    /// Every task ended, finished or lost.
+    /// Every task finished or was lost.
     Quiet,
-    /// Some never would have.
+    /// Some task would never have ended.
     Hang(String),
-    /// A promise was broken.
+    /// An invariant was broken.
     Violation(String),
 }
 
-/// One run: these tasks on one engine.
+/// One run of tasks on one engine.
 #[derive(Debug)]
 pub(crate) struct Ran {
     pub(crate) ended: Ended,
@@ -44,19 +45,19 @@ impl Ran {
         }
     }
 
-    /// How long it took, on its clock.
+    /// Returns how long the run took, on its clock.
     #[cfg(test)]
     pub(crate) fn took(&self) -> Duration {
         self.took
     }
 
-    /// Whether a task came to its end.
+    /// Returns whether a task finished.
     pub(crate) fn finished(&self, task: usize) -> bool {
         self.fates[task].doing == Doing::Finished
     }
 }
 
-/// What one seed showed under one policy and one ladder.
+/// The result of one seed under one policy and ladder. Each field is a key of a line of `--json`.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub(crate) struct Outcome {
     pub(crate) seed: u64,
@@ -66,10 +67,10 @@ pub(crate) struct Outcome {
     pub(crate) real_threads: bool,
     pub(crate) device_bytes: u64,
     pub(crate) tasks: usize,
-    /// Tasks that came to their end when they were run one after the other.
+    /// Tasks that finished when they ran one after the other.
     pub(crate) can_run_alone: usize,
     pub(crate) finished: usize,
-    /// Those of the former that are not among the latter.
+    /// Tasks that can run alone but did not finish here.
     pub(crate) missing: usize,
     pub(crate) survived: u64,
     pub(crate) refused: u64,
@@ -88,7 +89,7 @@ fn name<S: serde::Serializer>(policy: &Policy, to: S) -> Result<S::Ok, S::Error>
     to.serialize_str(policy.name())
 }
 
-/// Which run an outcome is of.
+/// The identity of a run.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Which {
     pub(crate) seed: u64,
@@ -99,7 +100,7 @@ pub(crate) struct Which {
 }
 
 impl Outcome {
-    /// The outcome of a run; `alone` says of each task whether it can be run alone.
+    /// Makes the outcome of a run; `alone` says for each task whether it can run alone.
     pub(crate) fn new(which: Which, ran: Ran, alone: &[bool]) -> Self {
         let Which { seed, policy, ladder, real_threads, device } = which;
         let sum = |of: fn(&Fate) -> u64| ran.fates.iter().map(of).sum();
@@ -130,23 +131,22 @@ impl Outcome {
         match ran.ended {
             Ended::Violation(what) => outcome.violation = Some(what),
             Ended::Hang(what) => outcome.hang = Some(what),
-            // Who begins again and again and gets nowhere hangs too.
+            // A task that restarts for ever hangs too.
             Ended::Quiet if ladder == Ladder::Graceful && missing > 0 => {
-                outcome.hang =
-                    Some(format!("{missing} of the tasks began again and again, in vain"));
+                outcome.hang = Some(format!("{missing} of the tasks restarted for ever"));
             }
             Ended::Quiet => {}
         }
         outcome
     }
 
-    /// Whether it shows what a storm is to show.
+    /// Returns whether the run passed all checks.
     pub(crate) fn is_good(&self) -> bool {
         let all = self.ladder == Ladder::Torch || self.missing == 0;
         all && self.hang.is_none() && self.violation.is_none()
     }
 
-    /// What went wrong and how to see it again, for people.
+    /// Says what went wrong and how to reproduce it.
     pub(crate) fn complaints(&self) -> Vec<String> {
         let Self { seed, policy, ladder, real_threads, hang, violation, .. } = self;
         let kinds = [("a violation", violation), ("a hang", hang)];
@@ -154,15 +154,15 @@ impl Outcome {
         told.map(|(kind, what)| {
             let threads = if *real_threads { " --real-threads" } else { "" };
             format!(
-                "{kind} with --first-seed {seed} --seeds 1 --policy {policy} --ladder {ladder}{threads} \
-                 and this shape: {what}"
+                "{kind} with --first-seed {seed} --seeds 1 --policy {policy} --ladder \
+                 {ladder}{threads} and this shape: {what}"
             )
         })
         .collect()
     }
 }
 
-/// The sums over all seeds, for one policy and one ladder.
+/// The sums over all seeds, for one policy and ladder. Each field is a column of the table.
 #[derive(Debug)]
 struct Row {
     policy: Policy,
@@ -182,7 +182,7 @@ struct Row {
     violations: u64,
 }
 
-/// The table for people.
+/// The table.
 #[derive(Debug, Default)]
 pub(crate) struct Rows(Vec<Row>);
 

@@ -1,15 +1,15 @@
-//! Chance by seed: the same numbers on every machine, and others for every seed.
+//! Pseudo-random numbers by seed, the same on every machine.
 
 use std::ops::RangeInclusive;
 
 use cushion_core::random;
 
-/// Numbers that only look like chance.
+/// A pseudo-random generator.
 #[derive(Debug, Clone)]
 pub(crate) struct Random(random::Random);
 
 impl Random {
-    /// A source of its own for each seed and purpose: neighbouring ones have nothing in common.
+    /// Makes an independent generator for each seed and purpose.
     pub(crate) fn new(seed: u64, purpose: u64) -> Self {
         let mixed = random::Random(seed).next();
         Self(random::Random(mixed ^ purpose.wrapping_mul(0xd6e8_feb8_6659_fd93)))
@@ -19,14 +19,14 @@ impl Random {
         self.0.next()
     }
 
-    /// From `range`, each as likely.
+    /// Returns a number in `range`, uniformly.
     pub(crate) fn within(&mut self, range: RangeInclusive<u64>) -> u64 {
         let (least, most) = range.into_inner();
         let span = most.saturating_sub(least).saturating_add(1);
         least + self.next() % span
     }
 
-    /// From `range`, each power of two as likely: the small ones as often as the large.
+    /// Returns a number in `range`, with each power of two equally likely.
     pub(crate) fn skewed(&mut self, range: RangeInclusive<u64>) -> u64 {
         let (least, most) = range.into_inner();
         let (least, most) = (least.max(1), most.max(least).max(1));
@@ -35,14 +35,14 @@ impl Random {
         self.within(from.max(least)..=to.min(most))
     }
 
-    /// True once in so many times.
+    /// Returns true once in `times` times on average.
     pub(crate) fn once_in(&mut self, times: u64) -> bool {
         self.next().is_multiple_of(times)
     }
 
-    /// One of so many.
+    /// Returns an index below `count`.
     pub(crate) fn index(&mut self, count: usize) -> usize {
-        debug_assert!(count > 0, "one of none");
+        debug_assert!(count > 0, "count is zero");
         usize::try_from(self.next() % count as u64).unwrap_or(0)
     }
 }
@@ -52,7 +52,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn numbers_depend_on_the_seed_and_the_purpose_alone() {
+    fn numbers_depend_only_on_seed_and_purpose() {
         let first = |seed, purpose| Random::new(seed, purpose).next();
         assert_eq!(first(1, 2), first(1, 2));
         assert_ne!(first(1, 2), first(2, 2));

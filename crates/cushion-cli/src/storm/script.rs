@@ -1,5 +1,5 @@
-//! What each task of a storm does, drawn from the seed before anything runs: so that every policy and
-//! every ladder gets the same program, and so that a run can be made again.
+//! The actions of each task, drawn from the seed before the run: so every policy and ladder gets
+//! the same program, and a run can be repeated.
 
 use std::time::Duration;
 
@@ -8,38 +8,38 @@ use cushion_core::size::{KIB, MIN_BLOCK, SEGMENT_ROUNDING};
 
 use super::random::Random;
 
-/// How large a storm is.
+/// The dimensions of a storm.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Shape {
     pub(crate) tasks: usize,
     pub(crate) at_once: usize,
     pub(crate) allocations: usize,
-    /// The largest task there may be, in bytes.
+    /// The largest possible task, in bytes.
     pub(crate) task_max: u64,
-    /// The device, as a multiple of the largest task there is.
+    /// The device's memory, as a multiple of the largest task.
     pub(crate) device_ratio: f64,
     pub(crate) streams: u64,
 }
 
-/// All tasks of one seed, and the device they are to share.
+/// All tasks of one seed, and the device they share.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Storm {
     pub(crate) scripts: Vec<Script>,
     pub(crate) device: u64,
 }
 
-/// What one task does, from its beginning to its end.
+/// The actions of one task.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Script {
-    /// It never holds more than this, in bytes.
+    /// The most bytes it ever holds.
     pub(crate) maximum: u64,
     pub(crate) priority: i32,
     pub(crate) steps: Vec<Step>,
-    /// How long it takes the task to begin again, in turn.
+    /// The pauses before its restarts, in turn.
     pub(crate) pauses: Vec<Duration>,
 }
 
-/// One thing a task does. Blocks are numbered as they are asked for.
+/// One action of a task. Blocks are numbered in the order of their requests.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Step {
     Allocate {
@@ -48,12 +48,12 @@ pub(crate) enum Step {
     },
     /// The task does something else.
     Hold(Duration),
-    /// Work for the device that uses blocks.
+    /// Work on the device that uses blocks.
     Compute {
         blocks: Vec<usize>,
         stream: StreamId,
         takes: Duration,
-        /// The task waits until it is done.
+        /// Whether the task waits for it.
         awaited: bool,
     },
     Free {
@@ -62,12 +62,12 @@ pub(crate) enum Step {
 }
 
 const LONGEST_HOLD: Duration = Duration::from_millis(10);
-/// The longest that a computation takes.
+/// The longest computation.
 pub(crate) const LONGEST_COMPUTATION: Duration = Duration::from_millis(20);
 const LONGEST_PAUSE: Duration = Duration::from_millis(20);
 
 impl Storm {
-    /// The storm of a seed.
+    /// Draws the storm of a seed.
     pub(crate) fn draw(seed: u64, shape: &Shape) -> Self {
         let script = |task: usize| Script::draw(seed, task as u64, shape);
         let scripts: Vec<Script> = (0..shape.tasks).map(script).collect();
@@ -114,7 +114,7 @@ impl Script {
         while !draft.live.is_empty() {
             draft.free_one();
         }
-        // Some begin again at once, which is hardest on the others.
+        // Some restart at once, which is hardest on the others.
         let pauses = (0..8).map(|_| match draft.random.once_in(2) {
             true => Duration::ZERO,
             false => draft.time(LONGEST_PAUSE),
@@ -123,11 +123,11 @@ impl Script {
     }
 }
 
-/// A script in the making.
+/// A script under construction.
 struct Draft {
     random: Random,
     maximum: u64,
-    /// The blocks there are, with their sizes.
+    /// The live blocks and their sizes.
     live: Vec<(usize, u64)>,
     held: u64,
     steps: Vec<Step>,
@@ -139,7 +139,8 @@ impl Draft {
         Duration::from_micros(self.random.skewed(100..=micros))
     }
 
-    /// Half are small, half a good part of what the task may hold, and a few are huge.
+    /// Returns a size: half are small, half are a large part of the task's maximum, and a few are
+    /// huge.
     fn bytes(&mut self) -> u64 {
         let most = self.maximum;
         let bytes = match self.random.index(16) {
@@ -150,7 +151,7 @@ impl Draft {
         bytes.next_multiple_of(MIN_BLOCK).clamp(MIN_BLOCK, most / MIN_BLOCK * MIN_BLOCK)
     }
 
-    /// The task's own stream, or once in so many times another one.
+    /// Returns the task's own stream, or once in `other` times another one.
     fn stream(&mut self, own: StreamId, streams: u64, other: u64) -> StreamId {
         if self.random.once_in(other) { StreamId(self.random.within(0..=streams - 1)) } else { own }
     }
@@ -179,7 +180,7 @@ impl Draft {
         let takes = self.time(LONGEST_COMPUTATION);
         let awaited = self.random.once_in(3);
         self.steps.push(Step::Compute { blocks, stream, takes, awaited });
-        // What another stream is still at work on is given back.
+        // Free a block while another stream still uses it.
         if stream != own && self.random.once_in(2) {
             self.free(latest);
         }
@@ -217,7 +218,7 @@ mod tests {
     };
 
     #[test]
-    fn a_task_stays_within_its_maximum_and_frees_all_it_has() {
+    fn a_task_stays_within_its_maximum_and_frees_everything() {
         for task_max in [1 << 20, 2 << 30] {
             for seed in 0..50 {
                 for script in Storm::draw(seed, &Shape { task_max, ..SHAPE }).scripts {
@@ -250,11 +251,15 @@ mod tests {
             }
         }
         assert_eq!((asked, live.len()), (50, 0));
-        assert!(most >= script.maximum / 4, "{most} of {}: hardly a storm", script.maximum);
+        assert!(
+            most >= script.maximum / 4,
+            "{most} of {}: too little memory is used",
+            script.maximum
+        );
     }
 
     #[test]
-    fn a_storm_is_its_seeds() {
+    fn a_storm_depends_only_on_its_seed() {
         let draw = |seed| Storm::draw(seed, &SHAPE);
         assert_eq!(draw(5), draw(5));
         assert_ne!(draw(5), draw(6));

@@ -1,6 +1,7 @@
-//! The life of one task: it follows its script, and takes refusals as a program would.
+//! One task: it follows its script, and handles refusals as a program would.
 //!
-//! The same life is led on virtual time and on real threads: [`Surroundings`] is what differs.
+//! The same code runs on virtual time and on real threads; [`Surroundings`] abstracts the
+//! difference.
 
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -12,62 +13,62 @@ use cushion_core::{AllocError, Ladder, StreamId, Task};
 use super::script::{Script, Step};
 use super::world::{Block, World};
 
-/// How often a request that is to be split is halved, at most.
+/// The largest number of times that a split request is halved.
 const HALVINGS: u32 = 4;
 
-/// Smaller ones are not split.
+/// Smaller requests are not split.
 const LEAST_SPLIT: u64 = 2 * MIB;
 
-/// So many times a task begins again without thinking; from then on it waits longer each time,
+/// A task restarts this many times at once; then it waits before each restart,
 const HASTY: u64 = 32;
-/// by this much,
+/// longer by this step each time,
 const PAUSE_STEP: Duration = Duration::from_millis(20);
-/// and no longer than this.
+/// up to this limit.
 const LONGEST_PAUSE: Duration = Duration::from_secs(2);
 
-/// How a task gets memory and lets time pass.
+/// How a task obtains memory and lets time pass.
 pub(crate) trait Surroundings {
-    /// Memory, in the task's name.
+    /// Allocates on behalf of the task.
     async fn allocate(&self, task: &Task, bytes: u64, stream: StreamId) -> Result<u64, AllocError>;
 
-    /// Lets time pass until the clock shows `until`.
+    /// Waits until the clock shows `until`.
     async fn pause(&self, until: Duration);
 }
 
-/// What became of a task so far.
+/// The state and counts of a task.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct Fate {
     pub(crate) doing: Doing,
-    /// How often it began again.
+    /// The number of restarts.
     pub(crate) restarts: u64,
-    /// Refusals, by what the task was told.
+    /// Refusals, by the advice given.
     pub(crate) give_way: u64,
     pub(crate) split: u64,
     pub(crate) full: u64,
 }
 
-/// What a task is doing.
+/// The state of a task.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) enum Doing {
     #[default]
     NotBegun,
-    /// It waits for so many bytes, at this step of so many.
+    /// Waits for memory at a step of its script.
     Allocating {
         bytes: u64,
         step: usize,
         of: usize,
     },
-    /// It does something else.
+    /// Does something else.
     Working {
         step: usize,
         of: usize,
     },
     Finished,
-    /// It was refused memory once too often.
+    /// Refused memory more often than it may restart.
     Lost,
 }
 
-/// The tasks of a run, and what became of each.
+/// The tasks of a run, and the state of each.
 #[derive(Debug)]
 pub(crate) struct Fates(Vec<Mutex<Fate>>);
 
@@ -84,7 +85,7 @@ impl Fates {
         (0..self.0.len()).map(|task| *self.of(task)).collect()
     }
 
-    /// What each task that has begun and not ended is doing, in words.
+    /// Describes each task that has started and not ended.
     pub(crate) fn in_words(&self) -> String {
         let words = |(task, fate): (usize, Fate)| match fate.doing {
             Doing::Allocating { bytes, step, of } => {
@@ -105,15 +106,15 @@ pub(crate) struct Player<'a, S> {
     pub(crate) fates: &'a Fates,
     pub(crate) script: &'a Script,
     pub(crate) number: usize,
-    /// How often it may begin again.
+    /// The number of restarts it may make.
     pub(crate) most_restarts: u64,
 }
 
-/// Blocks by their number in the script. A request that was split has several.
+/// Blocks by their number in the script. A split request has several.
 type Held = BTreeMap<usize, Vec<Block>>;
 
 impl<S: Surroundings> Player<'_, S> {
-    /// Leads the task's life to its end.
+    /// Runs the task to its end.
     pub(crate) async fn live(&self) {
         let Self { world, script, .. } = *self;
         let task = Task::new(format!("{}", self.number), script.priority);
@@ -130,7 +131,7 @@ impl<S: Surroundings> Player<'_, S> {
             if let AllocError::Driver(error) = &refused {
                 panic!("the simulated device failed: {error}");
             }
-            // A program without the ladder ends here.
+            // Without the ladder, a program ends here.
             if world.setting.ladder == Ladder::Torch || restarts >= self.most_restarts {
                 return self.set(Doing::Lost);
             }
@@ -145,16 +146,16 @@ impl<S: Surroundings> Player<'_, S> {
         }
     }
 
-    /// What is cached was laid out for another life. A task that cannot go on though nobody else holds memory
-    /// would meet the same layout again, so it asks for a clean slate, as programs do after such a failure.
+    /// Empties the cache for a task that cannot continue although nobody else holds memory: it
+    /// would find the same layout again. Programs do this after such a failure.
     fn begin_afresh(&self, refused: &AllocError) {
         if matches!(refused, AllocError::Split(_)) {
             self.world.engine.empty_cache().expect("a driver that works");
         }
     }
 
-    /// How long the task waits before it begins again. One that has begun again often gives the others time, as any
-    /// program does that tries again.
+    /// Returns how long the task waits before it restarts. A task that has restarted often gives
+    /// the others time.
     fn pause_before(&self, restart: u64) -> Duration {
         let pauses = &self.script.pauses;
         let pause = pauses[usize::try_from(restart).unwrap_or(0) % pauses.len()];
@@ -201,7 +202,7 @@ impl<S: Surroundings> Player<'_, S> {
         Ok(())
     }
 
-    /// Asks for memory, for less at a time if it is told to.
+    /// Allocates, in smaller requests if told to split.
     async fn allocate(
         &self,
         task: &Task,

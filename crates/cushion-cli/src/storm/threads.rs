@@ -1,8 +1,9 @@
 //! A storm on real threads and real time, with a watchdog.
 //!
-//! What virtual time cannot show: two threads in the engine at once. Tasks run as on virtual time, but
-//! block where they wait; one more thread is the device. The thread of the command is the watchdog. A
-//! thread that hangs cannot be ended, so none of them is waited for then: they end with the command.
+//! It covers what virtual time cannot: two threads in the engine at once. Tasks run as on virtual
+//! time, but block while they wait; one more thread is the device. The command's thread is the
+//! watchdog. A hanging thread cannot be stopped, so after a hang no thread is joined: they end with
+//! the command.
 
 use std::io::Write;
 use std::pin::pin;
@@ -20,22 +21,22 @@ use super::outcome::{Ended, Outcome, Ran, Which};
 use super::script::{Script, Shape, Storm};
 use super::task::{Fates, Player, Surroundings};
 use super::world::{Setting, World};
-use super::{Plan, Told, most_restarts, runs_alone};
-use crate::Streams;
+use super::{Plan, Results, most_restarts, runs_alone};
+use crate::output::Streams;
 
-/// How long a request may wait.
+/// The longest wait of a request.
 const WAIT: Duration = Duration::from_secs(60);
 
-/// Pauses and computations are so much shorter than on virtual time: a millisecond at most.
+/// Pauses and computations are shorter than on virtual time by this factor: a millisecond at most.
 const HURRY: u32 = 20;
 
-/// How often the watchdog looks.
+/// How often the watchdog checks.
 const LOOK: Duration = Duration::from_millis(100);
 
-/// How often the device looks when it has nothing to do.
+/// How often an idle device checks for work.
 const IDLE: Duration = Duration::from_micros(200);
 
-/// A task on a thread of its own: what waits, blocks.
+/// A task on its own thread: waiting blocks the thread.
 struct RealTime<'a> {
     world: &'a World,
 }
@@ -55,12 +56,12 @@ fn pause(clock: &dyn Clock, until: Duration) {
     clock.wait(until.saturating_sub(clock.now()), &Bell::default());
 }
 
-/// Runs all seeds, one after the other, and tells of them. After a hang no other is run: its threads are
-/// still there.
+/// Runs all seeds, one after the other, and reports them. Stops after a hang, because its threads
+/// still run.
 pub(crate) fn run_all<O: Write, T: Write>(
     plan: &Plan,
     watchdog: Duration,
-    told: &mut Told,
+    results: &mut Results,
     streams: &mut Streams<O, T>,
 ) {
     streams.begin("storm");
@@ -83,9 +84,10 @@ pub(crate) fn run_all<O: Write, T: Write>(
                 let ran = run(setting, &plan.shape, &storm, &alone, watchdog);
                 let hangs = matches!(ran.ended, Ended::Hang(_));
                 let which = Which { seed, policy, ladder, real_threads: true, device };
-                told.tell(&Outcome::new(which, ran, &alone), streams);
+                results.report(&Outcome::new(which, ran, &alone), streams);
                 if hangs {
-                    streams.talk(format_args!("stopped there: its threads cannot be ended"));
+                    streams
+                        .talk(format_args!("stopped after the hang: its threads cannot be ended"));
                     return;
                 }
             }
@@ -95,15 +97,15 @@ pub(crate) fn run_all<O: Write, T: Write>(
     streams.end();
 }
 
-/// What the threads of one run share.
+/// The data shared by the threads of one run.
 struct Shared {
     world: World,
     fates: Fates,
     storm: Arc<Storm>,
     most_restarts: Vec<u64>,
-    /// The next task to begin.
+    /// The next task to start.
     next: AtomicUsize,
-    /// What went wrong first; nothing is begun after that.
+    /// The first failure; no task starts after it.
     broken: RwLock<Option<String>>,
     over: AtomicBool,
 }
@@ -117,7 +119,7 @@ impl Shared {
         self.broken.write().unwrap_or_else(PoisonError::into_inner).get_or_insert(what);
     }
 
-    /// One task after the other, until there are none.
+    /// Runs one task after the other, until none is left.
     fn work(&self) {
         while self.broken().is_none() {
             let number = self.next.fetch_add(1, Ordering::Relaxed);
@@ -136,11 +138,11 @@ impl Shared {
         let life = pin!(player.live());
         match life.poll(&mut Context::from_waker(Waker::noop())) {
             Poll::Ready(()) => {}
-            Poll::Pending => unreachable!("what waits, blocks"),
+            Poll::Pending => unreachable!("waiting blocks the thread"),
         }
     }
 
-    /// The device does its work, each piece when its time has come.
+    /// Runs the device: finishes each piece of work when it is due.
     fn run_device(&self) {
         while !self.over.load(Ordering::Relaxed) {
             self.world.catch_up();
@@ -186,7 +188,7 @@ fn run(
         (_, Some(what)) => Ended::Violation(what),
         (Some(what), None) => Ended::Hang(what),
         (None, None) => {
-            // They have nothing more to do, and have told so.
+            // These threads have signalled their end.
             for thread in workers.into_iter().chain([device]) {
                 let _ = thread.join();
             }
@@ -195,13 +197,14 @@ fn run(
     };
     let ran = Ran::new(&shared.world, &shared.fates, ended);
     if matches!(ran.ended, Ended::Violation(_)) {
-        // Nobody knows what can still be dropped without another panic.
+        // After a panic, dropping could panic again.
         std::mem::forget(shared);
     }
     ran
 }
 
-/// Waits until all threads have ended; or tells what each task is doing, if none makes a step for too long.
+/// Waits until all threads have ended. If no task makes a step for too long, returns what each task
+/// is doing.
 fn watch(shared: &Shared, ended: &mpsc::Receiver<()>, patience: Duration) -> Option<String> {
     let clock = &shared.world.clock;
     let (mut steps, mut since) = (0, clock.now());
@@ -227,7 +230,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_watchdog_finds_a_hang_and_tells_who_does_what() {
+    fn the_watchdog_reports_a_hang_with_the_state_of_each_task() {
         let steps = vec![Step::Hold(Duration::from_secs(7200))];
         let script = Script { maximum: 0, priority: 0, steps, pauses: vec![Duration::ZERO] };
         let storm = Arc::new(Storm { scripts: vec![script], device: 64 << 20 });

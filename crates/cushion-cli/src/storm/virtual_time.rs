@@ -1,8 +1,8 @@
-//! A storm on virtual time: one thread, exact by seed, as fast as it can be computed.
+//! A storm on virtual time: one thread, reproducible by seed, as fast as it can be computed.
 //!
-//! Of the tasks that can go on, one is chosen by chance and goes on until it has to wait. When none can,
-//! the clock moves to the next moment at which something happens: a pause ends, the device is done with
-//! something, or a request that waits is to look again. If there is no such moment, the storm hangs.
+//! One of the runnable tasks is chosen at random and runs until it waits. If none is runnable, the
+//! clock moves to the next event: a pause ends, the device finishes some work, or a waiting request
+//! checks again. If there is no such event, the storm hangs.
 
 use std::collections::BTreeSet;
 use std::future::poll_fn;
@@ -21,17 +21,17 @@ use super::script::Script;
 use super::task::{Fates, Player, Surroundings};
 use super::world::{Setting, World};
 
-/// No pause and no computation lasts nearly as long: if no task makes a step in this time, none will.
+/// All pauses and computations are much shorter: if no task makes a step in this time, none will.
 const STANDSTILL: Duration = Duration::from_secs(60);
 
-/// No storm goes on for as long: tasks that make steps without end get nowhere either.
+/// All storms are much shorter: if tasks still make steps after this time, they make no progress.
 const FOR_EVER: Duration = Duration::from_secs(30 * 24 * 3600);
 
 /// A script with its limits.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Part<'a> {
     pub(crate) script: &'a Script,
-    /// How often it may begin again.
+    /// The number of restarts it may make.
     pub(crate) most_restarts: u64,
 }
 
@@ -65,7 +65,7 @@ impl Surroundings for VirtualTime<'_> {
     }
 }
 
-/// The tasks that can go on.
+/// The runnable tasks.
 #[derive(Debug, Default)]
 struct Ready(Mutex<BTreeSet<usize>>);
 
@@ -74,7 +74,7 @@ impl Ready {
         f(&mut self.0.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// One of them, by chance.
+    /// Takes a runnable task at random.
     fn take(&self, random: &mut Random) -> Option<usize> {
         self.set(|ready| {
             let count = ready.len();
@@ -99,11 +99,11 @@ impl Wake for Wakes {
     }
 }
 
-/// Runs these tasks, so many at once. The order is drawn from the seed.
+/// Runs these tasks, `at_once` at a time. The order is drawn from the seed.
 pub(crate) fn run(setting: Setting, parts: &[Part<'_>], at_once: usize) -> Ran {
     let clock = Arc::new(VirtualClock::new());
     let fates = Fates::new(parts.len());
-    // After a panic nobody knows what can still be dropped without another.
+    // After a panic, dropping could panic again.
     let world = ManuallyDrop::new(World::new(setting, Arc::clone(&clock) as Arc<_>));
     let random = Random::new(setting.seed, u64::MAX);
     let ended = guarded(|| {
@@ -120,7 +120,7 @@ pub(crate) fn run(setting: Setting, parts: &[Part<'_>], at_once: usize) -> Ran {
     ran
 }
 
-/// A task that has begun and not ended. It is not dropped if something panics.
+/// A task that has started and not ended. It is not dropped after a panic.
 type Life<'a> = ManuallyDrop<Pin<Box<dyn Future<Output = ()> + 'a>>>;
 
 fn drive(
@@ -169,7 +169,7 @@ fn drive(
         let Some(next) = next.filter(|&next| next <= limit) else {
             let quiet = limit.saturating_sub(since).as_secs();
             let hang = format!("no task makes a step in {quiet} s; {}", fates.in_words());
-            // The lives are abandoned as a program that hangs is.
+            // The tasks are dropped unfinished, like those of a program that hangs.
             lives.into_iter().flatten().for_each(|life| drop(ManuallyDrop::into_inner(life)));
             return Ended::Hang(hang);
         };
@@ -206,7 +206,7 @@ mod tests {
     }
 
     #[test]
-    fn a_task_comes_to_its_end() {
+    fn a_task_finishes() {
         let takes = Duration::from_millis(3);
         let (blocks, stream) = (vec![0], StreamId(1));
         let work = Step::Compute { blocks, stream, takes, awaited: true };
@@ -218,21 +218,21 @@ mod tests {
     }
 
     #[test]
-    fn a_task_that_can_never_be_served_begins_again_as_often_as_it_may() {
+    fn a_task_that_cannot_be_served_restarts_up_to_its_limit() {
         let ran = alone(vec![allocate(4 << 20), allocate(1 << 30)]);
         assert_eq!((ran.ended, ran.fates[0].doing), (Ended::Quiet, Doing::Lost));
         assert_eq!(ran.fates[0].restarts, 3);
     }
 
     #[test]
-    fn a_hang_is_found() {
+    fn a_hang_is_detected() {
         let ran = alone(vec![allocate(8 << 20), Step::Hold(Duration::from_secs(3600))]);
         let Ended::Hang(what) = ran.ended else { panic!("{:?}", ran.ended) };
         assert_eq!(what, "no task makes a step in 60 s; task 0 is at step 2 of 2");
     }
 
     #[test]
-    fn a_broken_promise_is_found() {
+    fn a_broken_invariant_is_detected() {
         let (blocks, stream, takes) = (vec![7], StreamId(0), Duration::ZERO);
         let ran = alone(vec![Step::Compute { blocks, stream, takes, awaited: false }]);
         assert!(matches!(ran.ended, Ended::Violation(_)), "{:?}", ran.ended);

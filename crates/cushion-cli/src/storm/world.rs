@@ -1,9 +1,9 @@
-//! What the tasks of a storm share: an engine over a simulated device whose work takes time, and a model
-//! of what the engine promises.
+//! The data shared by the tasks of a storm: an engine over a simulated device whose work takes
+//! time, and a model that checks the engine.
 //!
-//! The model knows every live block, and every piece of work is told to the driver that polices the
-//! contract: so memory that is handed out twice, or while a stream is still at work on it, is found.
-//! Whoever finds something panics; `guard.rs` keeps that from ending more than one run.
+//! The model knows every live block, and the checking driver sees all work: so memory that is
+//! allocated twice, or while a stream still uses it, is detected. A failed check panics; `guard.rs`
+//! limits that to one run.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -21,25 +21,25 @@ type SimGpu = CheckedDriver<Arc<SimDriver>>;
 /// The engine of a storm.
 pub(crate) type Gpu = Engine<Arc<SimGpu>>;
 
-/// How often everything is checked, in steps of tasks. What has to do with a shortage is checked always.
+/// The number of steps between full checks. Every shortage is checked, too.
 const CHECK_EVERY: u64 = 8;
 
-/// What may be queued on a stream before who queues more has to wait, as with a real device.
+/// The longest queue of a stream before a task that adds work must wait, as on a real device.
 const LONGEST_QUEUE: Duration = Duration::from_millis(60);
 
-/// Which engine a storm is about.
+/// The parameters of an engine.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Setting {
     pub(crate) seed: u64,
     pub(crate) policy: Policy,
     pub(crate) ladder: Ladder,
-    /// Bytes.
+    /// The device's memory in bytes.
     pub(crate) device: u64,
-    /// How long a request may wait.
+    /// The longest wait of a request.
     pub(crate) wait: Duration,
-    /// Pauses and computations take so much less time than they say.
+    /// Pauses and computations are shortened by this factor.
     pub(crate) hurry: u32,
-    /// Whether one thread does everything, so that figures hold between any two of its steps.
+    /// Whether one thread does everything, so that statistics are consistent between any two steps.
     pub(crate) alone: bool,
 }
 
@@ -56,16 +56,16 @@ pub(crate) struct World {
     live: Mutex<BTreeMap<u64, u64>>,
     lives: AtomicU64,
     steps: AtomicU64,
-    /// The shortages there were when everything was checked last.
+    /// The number of shortages at the last full check.
     seen: AtomicU64,
 }
 
-/// What the device has to do.
+/// The device's queue.
 #[derive(Debug, Default)]
 struct Work {
-    /// When each piece is done: its stream and number.
+    /// The end of each piece of work: its stream and number.
     due: BTreeMap<(Duration, u64), (StreamId, u64)>,
-    /// When each stream has done all of its own.
+    /// The end of each stream's last work.
     ends: BTreeMap<StreamId, Duration>,
     queued: u64,
 }
@@ -122,7 +122,7 @@ impl World {
 
     // ---- blocks ----
 
-    /// What the engine handed out is nobody else's.
+    /// Checks that a new allocation overlaps no live block, and notes it.
     pub(crate) fn admit(&self, address: u64, requested: u64, stream: StreamId) -> Block {
         let (bytes, asked) = self.engine.size_of(address).expect("a live allocation");
         assert!(asked == requested && bytes >= requested, "{bytes} bytes for {requested}");
@@ -145,13 +145,13 @@ impl World {
 
     // ---- work of the device ----
 
-    /// When a stream is ready to be given more.
+    /// Returns when a stream accepts more work.
     pub(crate) fn takes_more(&self, stream: StreamId) -> Duration {
         let ends = lock(&self.work).ends.get(&stream).copied().unwrap_or_default();
         ends.saturating_sub(LONGEST_QUEUE / self.setting.hurry)
     }
 
-    /// Queues work on `stream` that uses these blocks, after what their own streams have to do first.
+    /// Queues work on `stream` that uses these blocks, after the pending work of their own streams.
     pub(crate) fn compute(&self, blocks: &[Block], stream: StreamId, takes: Duration) -> Queued {
         let now = self.clock.now();
         let mut work = lock(&self.work);
@@ -176,22 +176,22 @@ impl World {
         Queued { ends, event }
     }
 
-    /// Whether a computation is done, as far as the program asks.
+    /// Returns whether a computation is done.
     pub(crate) fn is_done(&self, queued: &Queued) -> bool {
         self.checked.event_query(queued.event).expect("an event that was recorded")
     }
 
-    /// The program wants to know nothing more of a computation.
+    /// Drops a computation's event.
     pub(crate) fn forget(&self, queued: &Queued) {
         self.checked.event_destroy(queued.event).expect("an event that was recorded");
     }
 
-    /// When the device is done with something next.
+    /// Returns when the device finishes its next work.
     pub(crate) fn next_done(&self) -> Option<Duration> {
         lock(&self.work).due.keys().next().map(|&(at, _)| at)
     }
 
-    /// The device has done what it could by now.
+    /// Finishes the work that is due by now.
     pub(crate) fn catch_up(&self) {
         let now = self.clock.now();
         let mut work = lock(&self.work);
@@ -203,7 +203,7 @@ impl World {
 
     // ---- checks ----
 
-    /// A task made a step.
+    /// Counts a step of a task, and checks now and then.
     pub(crate) fn step(&self) {
         let steps = self.steps.fetch_add(1, Ordering::Relaxed) + 1;
         if steps.is_multiple_of(CHECK_EVERY) || self.fell_short() {
@@ -211,7 +211,7 @@ impl World {
         }
     }
 
-    /// How many steps were made. A storm in which it stays as it is has come to a standstill.
+    /// Returns the number of steps. A storm whose number stays the same is at a standstill.
     pub(crate) fn steps(&self) -> u64 {
         self.steps.load(Ordering::Relaxed)
     }
@@ -221,7 +221,7 @@ impl World {
         self.seen.swap(shortages, Ordering::Relaxed) != shortages
     }
 
-    /// The engine's own invariants, and the model's.
+    /// Checks the engine's own invariants, and the model's.
     pub(crate) fn check(&self) {
         if let Err(violation) = self.engine.check_invariants() {
             panic!("{violation}");
@@ -239,15 +239,15 @@ impl World {
         assert_eq!(stats.allocated_bytes.all.current, live.values().sum::<u64>(), "live bytes");
     }
 
-    /// Every task has ended: nothing is left of any.
+    /// Checks after the last task that nothing is left.
     pub(crate) fn check_end(&self) {
         self.check();
         self.check_figures();
-        assert!(lock(&self.live).is_empty(), "a task left something behind");
-        assert_eq!(self.engine.waiting(), 0, "somebody waits though every task has ended");
+        assert!(lock(&self.live).is_empty(), "a task left a live block");
+        assert_eq!(self.engine.waiting(), 0, "a request waits though every task has ended");
         self.sim.finish_all();
         self.engine.empty_cache().expect("a driver that works");
         self.check();
-        assert_eq!(self.sim.held(), 0, "the device thinks that memory is left");
+        assert_eq!(self.sim.held(), 0, "the device still holds memory");
     }
 }

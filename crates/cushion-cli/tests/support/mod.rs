@@ -1,5 +1,5 @@
-//! What the tests of the report share: running the command, reading the page back, and writing small
-//! snapshots as Python's pickle would.
+//! Shared by the tests of the report: runs the command, reads the page, and writes small snapshots
+//! as Python's pickle would.
 
 #![allow(dead_code, reason = "each test uses some of it")]
 
@@ -8,7 +8,7 @@ use std::process::{Command, Output};
 
 use serde_json::Value;
 
-/// A trace shipped with the sources.
+/// Returns the path of a trace shipped with the sources.
 pub(crate) fn trace(name: &str) -> String {
     let folder = PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/traces"));
     folder.join(format!("{name}.pickle.gz")).display().to_string()
@@ -18,7 +18,7 @@ pub(crate) fn cushion(args: &[&str]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_cushion")).args(args).output().expect("cushion runs")
 }
 
-/// The page about a trace.
+/// Returns the page about a trace.
 pub(crate) fn page(trace: &str, more: &[&str]) -> String {
     let output = cushion(&[&["report", trace, "-o", "-"], more].concat());
     let talk = String::from_utf8_lossy(&output.stderr).into_owned();
@@ -26,14 +26,15 @@ pub(crate) fn page(trace: &str, more: &[&str]) -> String {
     String::from_utf8(output.stdout).expect("a page is text")
 }
 
-/// The figures in a page.
+/// Returns the figures in a page.
 pub(crate) fn figures(page: &str) -> Value {
     let (_, rest) = page.split_once(r#"id="data">"#).expect("the page has figures");
     let (json, _) = rest.split_once("</script>").expect("the figures end");
     serde_json::from_str(json).expect("the figures are JSON")
 }
 
-/// Two receipts of a run that is too large for its card, a line each: one survived, one refused.
+/// Returns two receipts of a run that is too large for its card, a line each: one survived, one
+/// refused.
 pub(crate) fn receipt_lines() -> (String, String) {
     let folder = tempfile::tempdir().expect("a folder");
     let file = folder.path().join("receipts.jsonl");
@@ -50,7 +51,7 @@ pub(crate) fn write_snapshot(path: &Path, events: &[Vec<u8>]) {
     write_with_segments(path, &[], events);
 }
 
-/// The same, with what is held at the end.
+/// Does the same, with the segments held at the end.
 pub(crate) fn write_with_segments(path: &Path, segments: &[Vec<u8>], events: &[Vec<u8>]) {
     let pickle = [
         dict(&[("segments", list(segments)), ("device_traces", list(&[list(events)]))]),
@@ -59,7 +60,7 @@ pub(crate) fn write_with_segments(path: &Path, segments: &[Vec<u8>], events: &[V
     std::fs::write(path, pickle.concat()).expect("the snapshot is written");
 }
 
-/// A segment of one live block that was asked for in `function`.
+/// Returns a segment of one live block that `function` allocated.
 pub(crate) fn segment(address: i64, size: i64, function: &str) -> Vec<u8> {
     let block = dict(&[
         ("size", int(size)),
@@ -74,7 +75,7 @@ pub(crate) fn segment(address: i64, size: i64, function: &str) -> Vec<u8> {
     ])
 }
 
-/// An event, with a stack of one frame if `function` names one.
+/// Returns an event, with a stack of one frame if `function` names one.
 pub(crate) fn event(action: &str, addr: i64, size: i64, function: Option<&str>) -> Vec<u8> {
     let mut items = vec![("action", text(action)), ("addr", int(addr)), ("size", int(size))];
     items.extend(function.map(|function| ("frames", list(&[frame(function)]))));

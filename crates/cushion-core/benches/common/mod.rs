@@ -1,4 +1,4 @@
-//! The engine's own time: over a simulated driver whose calls are timed, and taken off.
+//! Measures the engine's own time: the time of the simulated driver's calls is subtracted.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
@@ -10,7 +10,7 @@ use cushion_core::{Driver, Engine, SimConfig, SimDriver, StreamId, driver_method
 
 pub(crate) type Gpu = Engine<Timed>;
 
-/// A simulated driver that knows how long its own calls took.
+/// A simulated driver that measures how long its calls take.
 #[derive(Debug)]
 pub(crate) struct Timed {
     sim: SimDriver,
@@ -22,6 +22,7 @@ impl Timed {
         Self { sim: SimDriver::new(config), nanos: AtomicU64::new(0) }
     }
 
+    /// Returns the microseconds of all calls so far.
     fn micros(&self) -> f64 {
         #[expect(clippy::cast_precision_loss, reason = "a time")]
         let nanos = self.nanos.load(Ordering::Relaxed) as f64;
@@ -52,7 +53,7 @@ macro_rules! time_calls {
 }
 driver_methods!(time_calls);
 
-/// Microseconds that `run` takes, without those of the driver.
+/// Returns the microseconds that `run` takes, without the driver.
 pub(crate) fn own_micros(gpu: &Gpu, run: impl FnOnce()) -> f64 {
     let before = gpu.driver().micros();
     let start = Instant::now();

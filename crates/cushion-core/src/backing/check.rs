@@ -1,4 +1,4 @@
-//! The backing's part of the invariant check.
+//! The backing's share of the invariant check.
 
 use std::collections::BTreeMap;
 
@@ -14,7 +14,8 @@ pub(crate) struct Unclaimed<'a> {
 }
 
 impl Backing {
-    /// Checks pages, mappings and figures against each other. Returns all mappings, for the owners of addresses to claim.
+    /// Checks pages, mappings and figures against each other. Returns all mappings, for the owners
+    /// of the addresses to claim.
     pub(crate) fn check(&self) -> Result<Unclaimed<'_>, Violation> {
         let mut held = [0; 3];
         let mut addresses = 0;
@@ -35,7 +36,7 @@ impl Backing {
         Ok(Unclaimed { backing: self, mappings })
     }
 
-    /// Checks how many addresses lanes have, and how many bytes are detached, against a recount.
+    /// Checks the addresses of lanes and the detached bytes against a recount.
     pub(crate) fn check_figures(&self, addresses: u64, detached: u64) -> Result<(), Violation> {
         ensure!(
             addresses == self.lane_addresses,
@@ -74,7 +75,8 @@ impl Unclaimed<'_> {
         Ok(())
     }
 
-    /// Behind `start..end` there is nothing, but for mappings that the driver refused to undo.
+    /// Checks that nothing is mapped behind `start..end`, except mappings that the driver refused
+    /// to undo.
     pub(crate) fn claim_nothing(&mut self, start: u64, end: u64) -> Result<(), Violation> {
         for (at, _) in self.mappings.extract_if(start..end, |_, _| true) {
             ensure!(self.backing.pages.is_refused(at), "a page at {at:#x} behind no block");
@@ -98,7 +100,7 @@ impl Unclaimed<'_> {
         Ok(())
     }
 
-    /// What is left is behind addresses that the driver refused to take back.
+    /// Checks that all unclaimed mappings are at addresses that the driver refused to take back.
     pub(crate) fn check_rest(mut self) -> Result<(), Violation> {
         let refused = &self.backing.refused_ranges;
         let in_refused =

@@ -1,7 +1,8 @@
-//! The page table: which physical handle is behind which addresses.
+//! The page table: the physical handle behind each address.
 //!
-//! A page may have several addresses; it is counted once, here. All paging calls of the driver are made in this file,
-//! each with its way back, so that a call that fails leaves every page accounted for.
+//! A page may have several addresses; it is counted once, here. All paging calls of the driver are
+//! made in this file, each with its rollback, so that after a failed call every page is still
+//! accounted for.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -10,12 +11,12 @@ use rustc_hash::FxHashMap;
 use crate::driver::{Driver, DriverResult, PageHandle};
 use crate::streams::proof::Idle;
 
-/// Which figures a page counts in.
+/// The figures that a page counts in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum PageUse {
-    /// Memory of the device, for large requests,
+    /// Device memory for large requests.
     Large,
-    /// or for small ones.
+    /// Device memory for small requests.
     Small,
     /// Host memory.
     Host,
@@ -24,7 +25,7 @@ pub(crate) enum PageUse {
 impl PageUse {
     pub(crate) const ALL: [Self; 3] = [Self::Large, Self::Small, Self::Host];
 
-    /// Of the device, by the pool it is for.
+    /// Returns the use of a device page, by the pool that it is for.
     pub(crate) fn of(small: bool) -> Self {
         if small { Self::Small } else { Self::Large }
     }
@@ -35,33 +36,33 @@ impl PageUse {
 pub(crate) struct Page {
     pub(crate) bytes: u64,
     pub(crate) use_: PageUse,
-    /// At how many addresses it is mapped. A page with none is one the driver would not take back;
-    /// it is held, and offered again.
+    /// At how many addresses it is mapped. A page with none was refused by the driver on release;
+    /// it is held and offered again.
     pub(crate) addresses: u32,
 }
 
 /// All pages.
 #[derive(Debug, Default)]
 pub(super) struct PageTable {
-    /// Nobody asks for them in order.
+    /// Never read in order.
     pages: FxHashMap<PageHandle, Page>,
     mapped: BTreeMap<u64, PageHandle>,
     /// Pages mapped nowhere.
     unreleased: Vec<PageHandle>,
-    /// Mappings that were to be undone, but the driver would not: behind unmapped blocks.
+    /// Mappings behind unmapped blocks that the driver refused to undo.
     refused: BTreeSet<u64>,
     held: [u64; 3],
 }
 
 impl PageTable {
-    /// Bytes of all pages of one use, each page once.
+    /// Returns the bytes of all pages of one use, each page counted once.
     pub(crate) fn held(&self, use_: PageUse) -> u64 {
         self.held[use_ as usize]
     }
 
-    /// Puts fresh pages of these sizes behind the addresses from `address` on, accessible. On failure
-    /// nothing new is usable there: a page that could not be given back on the way is kept as
-    /// unreleased, and one that could not even be unmapped stays where it is and is used next time.
+    /// Maps fresh pages of these sizes from `address` on, and makes them accessible. On failure
+    /// nothing new is usable there: a page that the driver refuses to release is kept as
+    /// unreleased, and one that it refuses to unmap stays where it is and is used next time.
     pub(crate) fn map_fresh(
         &mut self,
         driver: &impl Driver,
@@ -74,7 +75,7 @@ impl PageTable {
         let mut at = address;
         for &size in sizes {
             if self.page_at(at) != Some(size) {
-                // A page of another size that is still there is in the way.
+                // A page of another size that is still mapped there is in the way.
                 self.retry_refused(driver, at..at + size)?;
                 missing.push((at, size));
             }
@@ -96,8 +97,8 @@ impl PageTable {
         Err(error)
     }
 
-    /// Creates one page for each address, then maps them. All pages are created first because a
-    /// shortage shows there, and is then cheap to undo.
+    /// Creates one page for each address, then maps them. All pages are created first, because a
+    /// shortage appears there and is then cheap to undo.
     fn fill(
         &mut self,
         driver: &impl Driver,
@@ -120,8 +121,8 @@ impl PageTable {
         Ok(())
     }
 
-    /// Gives pages a second address each, one after the other from `address` on, accessible. On failure none has
-    /// one, but for those the driver would not take away again.
+    /// Gives each page a second address, one after the other from `address` on, and makes it
+    /// accessible. On failure none has one, except those that the driver refuses to unmap.
     pub(crate) fn map_again(
         &mut self,
         driver: &impl Driver,
@@ -145,13 +146,13 @@ impl PageTable {
         })
     }
 
-    /// Takes an address from a page that has others, or notes that the driver would not.
+    /// Unmaps an address of a page that has others, or notes that the driver refused.
     pub(crate) fn unmap_or_refuse(&mut self, driver: &impl Driver, address: u64, _: &Idle<'_>) {
         self.undo(driver, address);
     }
 
-    /// Unmaps what nobody can use, or notes that the driver would not: it was mapped a moment ago, or is known to be
-    /// idle.
+    /// Unmaps memory that is not in use, because it was mapped a moment ago or is known to be idle.
+    /// Notes it if the driver refuses.
     fn undo(&mut self, driver: &impl Driver, address: u64) {
         let page = self.mapped[&address];
         if driver.unmap(address, self.pages[&page].bytes).is_ok() {
@@ -161,8 +162,8 @@ impl PageTable {
         }
     }
 
-    /// Unmaps one page and gives it back. `Err` means it is still mapped where it was; a page that
-    /// was unmapped but not taken back is unreleased, and that is no error here.
+    /// Unmaps one page and releases it. On `Err` it is still mapped. A page that was unmapped but
+    /// could not be released is kept as unreleased, and that is not an error here.
     pub(crate) fn unmap(
         &mut self,
         driver: &impl Driver,
@@ -172,7 +173,7 @@ impl PageTable {
         self.take_away(driver, address)
     }
 
-    /// As [`unmap`](Self::unmap), for what is known to be idle.
+    /// Like [`unmap`](Self::unmap), for memory that is known to be idle.
     fn take_away(&mut self, driver: &impl Driver, address: u64) -> DriverResult<()> {
         let page = self.mapped[&address];
         driver.unmap(address, self.pages[&page].bytes)?;
@@ -182,8 +183,8 @@ impl PageTable {
         Ok(())
     }
 
-    /// Unmaps what is refused in a range; `Err` if something still is. It was idle when it was first to be unmapped, and
-    /// nobody could use it since.
+    /// Unmaps the refused mappings in a range; `Err` if one is refused again. They were idle when
+    /// they were first refused, and could not be used since.
     pub(crate) fn retry_refused(
         &mut self,
         driver: &impl Driver,
@@ -197,18 +198,18 @@ impl PageTable {
         Ok(())
     }
 
-    /// The mapping at `address`, which is idle, could not be undone.
+    /// Notes that the mapping at `address`, which is idle, could not be undone.
     pub(crate) fn refuse(&mut self, address: u64, _: &Idle<'_>) {
         self.refused.insert(address);
     }
 
-    /// Whether the mapping at `address` could not be undone.
+    /// Returns whether the mapping at `address` could not be undone.
     pub(crate) fn is_refused(&self, address: u64) -> bool {
         self.refused.contains(&address)
     }
 
-    /// Tries again to give back what the driver would not take: first what is refused, then what is
-    /// unreleased.
+    /// Tries again to give back what the driver refused: refused mappings first, then unreleased
+    /// pages.
     pub(crate) fn retry(&mut self, driver: &impl Driver) {
         if !self.refused.is_empty() {
             let retried = self.retry_refused(driver, 0..u64::MAX);
@@ -220,36 +221,37 @@ impl PageTable {
         }
     }
 
-    /// Whether a page is mapped at exactly this address, and its size.
+    /// Returns the size of the page mapped at exactly this address, if there is one.
     pub(crate) fn page_at(&self, address: u64) -> Option<u64> {
         self.mapped.get(&address).map(|page| self.pages[page].bytes)
     }
 
-    /// The page mapped at or around an address: where it begins there, its size and its handle.
+    /// Returns the page mapped at or around an address: its start there, its size and its handle.
     pub(crate) fn page_around(&self, address: u64) -> Option<(u64, u64, PageHandle)> {
         let (&start, &page) = self.mapped.range(..=address).next_back()?;
         let bytes = self.pages[&page].bytes;
         (address < start + bytes).then_some((start, bytes, page))
     }
 
-    /// The pages mapped in a range or into it, lowest first: where each begins there, and its size.
+    /// Returns the pages mapped in a range or into it, lowest first: the start there, and the size
+    /// of each.
     pub(crate) fn pages_in(&self, range: std::ops::Range<u64>) -> impl Iterator<Item = (u64, u64)> {
         let first = self.page_around(range.start).map_or(range.start, |(start, ..)| start);
         let mapped = self.mapped.range(first..range.end);
         mapped.map(|(&address, page)| (address, self.pages[page].bytes))
     }
 
-    /// Every mapping: address and size.
+    /// Returns every mapping: address and size.
     pub(crate) fn mappings(&self) -> impl Iterator<Item = (u64, u64)> {
         self.mapped.iter().map(|(&address, page)| (address, self.pages[page].bytes))
     }
 
-    /// Every page, once, in no order.
+    /// Returns every page once, in no order.
     pub(crate) fn iter(&self) -> impl Iterator<Item = (PageHandle, &Page)> {
         self.pages.iter().map(|(&handle, page)| (handle, page))
     }
 
-    /// How many pages the driver would not take back so far.
+    /// Returns how many pages the driver refused to release so far.
     pub(crate) fn unreleased(&self) -> usize {
         self.unreleased.len()
     }
@@ -264,7 +266,7 @@ impl PageTable {
         self.pages.get_mut(&page).expect("a known page").addresses += 1;
     }
 
-    /// Returned is how many other addresses the page has.
+    /// Returns how many other addresses the page has.
     fn note_unmapped(&mut self, address: u64) -> u32 {
         let page = self.mapped.remove(&address).expect("a mapped page");
         let page = self.pages.get_mut(&page).expect("a known page");
@@ -272,7 +274,7 @@ impl PageTable {
         page.addresses
     }
 
-    /// Gives back pages that are mapped nowhere; keeps those the driver refuses.
+    /// Releases pages that are mapped nowhere. Keeps those that the driver refuses.
     fn abandon(&mut self, driver: &impl Driver, pages: impl IntoIterator<Item = PageHandle>) {
         for page in pages {
             if driver.release(page).is_ok() {

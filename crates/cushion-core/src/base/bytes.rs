@@ -1,8 +1,9 @@
-//! Sizes of devices as people write them.
+//! Parsing of sizes with units.
 
 use super::size::{GIB, KIB, MIB};
 
-/// Reads `24GiB`, `1.5 GiB`, `512MiB`, `24G` (binary), `24GB` (decimal) or a number of bytes.
+/// Parses a size: `24GiB`, `1.5 GiB`, `512MiB`, `24G` (binary), `24GB` (decimal) or a number of
+/// bytes. Refuses 0 and sizes above 1 PiB.
 pub fn parse_bytes(text: &str) -> Result<u64, String> {
     let trimmed = text.trim();
     let split = trimmed.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(trimmed.len());
@@ -46,7 +47,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sizes_as_people_write_them() {
+    fn sizes_with_and_without_units_are_parsed() {
         assert_eq!(parse_bytes("24GiB"), Ok(24 * GIB));
         assert_eq!(parse_bytes("24 gib"), Ok(24 * GIB));
         assert_eq!(parse_bytes("24G"), Ok(24 * GIB));

@@ -1,5 +1,5 @@
-//! Time and waiting, behind a trait: the engine never reads a clock of its own, so budgets and
-//! backoff can be tested by seed on virtual time.
+//! Time and waiting behind a trait. The engine reads no other clock, so tests run budgets and
+//! backoff on virtual time with reproducible results.
 
 use std::collections::BTreeMap;
 use std::fmt::Debug;
@@ -7,20 +7,20 @@ use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::task::Waker;
 use std::time::Duration;
 
-/// Where the engine gets the time from, and how it waits.
+/// The engine's source of time, and its way to wait.
 pub trait Clock: Debug + Send + Sync {
-    /// Time since an origin of the clock's own choosing; never goes back.
+    /// Returns the time since an origin that the clock chooses. It never decreases.
     fn now(&self) -> Duration;
 
-    /// Returns after `at_most` has passed on this clock, or as soon as the bell is rung. Never called
-    /// with a lock held.
+    /// Returns after `at_most` has passed on this clock, or as soon as the bell is rung. The caller
+    /// holds no lock.
     fn wait(&self, at_most: Duration, bell: &Bell);
 
-    /// Wakes a future once the clock shows `at`.
+    /// Wakes a future when the clock shows `at`.
     fn wake_at(&self, at: Duration, waker: Waker);
 }
 
-/// What a waiting request is woken by, be it a thread or a future.
+/// Wakes a waiting request, which is a thread or a future.
 #[derive(Debug, Default)]
 pub struct Bell {
     inner: Mutex<Inner>,
@@ -38,7 +38,8 @@ impl Bell {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Wakes who waits; one who is about to wait does not. Runs a future's waker, so that no lock may be held.
+    /// Wakes the waiter; if none waits yet, the next wait returns at once. The caller must hold no
+    /// lock, because this runs a future's waker.
     pub(crate) fn ring(&self) {
         let waker = {
             let mut inner = self.inner();
@@ -51,12 +52,13 @@ impl Bell {
         }
     }
 
-    /// Whether it was rung since this was last asked.
+    /// Returns whether the bell was rung since the last call or wait.
     pub fn take(&self) -> bool {
         std::mem::take(&mut self.inner().rung)
     }
 
-    /// Waits for a ring, at most this long of real time: for clocks that show real time.
+    /// Waits in real time until the bell is rung, for at most `at_most`. Clocks that show real time
+    /// use this.
     pub fn wait_at_most(&self, at_most: Duration) {
         let mut inner = self.inner();
         if !inner.rung {
@@ -66,9 +68,9 @@ impl Bell {
         inner.rung = false;
     }
 
-    /// The next ring wakes this future; if it was rung already, at once.
+    /// Registers a future that the next ring wakes. If the bell was rung already, wakes it at once.
     pub(crate) fn wakes(&self, waker: &Waker) {
-        // Cloned and dropped with no lock held: a waker is a runtime's own code.
+        // Cloned and dropped without the lock: a waker runs code of the async runtime.
         let new = waker.clone();
         let (rung, _old) = {
             let mut inner = self.inner();
@@ -81,7 +83,7 @@ impl Bell {
     }
 }
 
-/// A clock that moves only when told to, or when somebody waits on it.
+/// A clock that moves only by [`advance`](Self::advance), and by waits.
 #[derive(Debug, Default)]
 pub struct VirtualClock {
     state: Mutex<Virtual>,
@@ -91,11 +93,12 @@ pub struct VirtualClock {
 struct Virtual {
     now: Duration,
     alarms: BTreeMap<(Duration, u64), Waker>,
+    /// The number of alarms set so far; distinguishes alarms of the same time.
     set: u64,
 }
 
 impl VirtualClock {
-    /// A clock at zero.
+    /// Creates a clock that shows zero.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
@@ -105,7 +108,7 @@ impl VirtualClock {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Moves the clock forward, and wakes whom that concerns.
+    /// Moves the clock forward and wakes all futures that are due.
     pub fn advance(&self, duration: Duration) {
         let due = {
             let mut state = self.state();
@@ -117,7 +120,7 @@ impl VirtualClock {
         due.into_values().for_each(Waker::wake);
     }
 
-    /// When the next future is to be woken.
+    /// Returns the time when the next future is due.
     #[must_use]
     pub fn next_alarm(&self) -> Option<Duration> {
         self.state().alarms.keys().next().map(|&(at, _)| at)
@@ -168,7 +171,7 @@ mod tests {
         clock.wait(Duration::from_millis(3), &bell);
         assert_eq!(clock.now(), Duration::from_millis(7), "rung before");
         clock.wait(Duration::from_millis(3), &bell);
-        assert_eq!(clock.now(), Duration::from_millis(10), "a ring is heard once");
+        assert_eq!(clock.now(), Duration::from_millis(10), "a ring ends one wait only");
     }
 
     #[derive(Default)]
@@ -181,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn alarms_go_off_when_their_time_has_come() {
+    fn futures_are_woken_when_they_are_due() {
         let clock = VirtualClock::new();
         let count = Arc::new(Count::default());
         for millis in [5, 5, 9] {
@@ -193,11 +196,11 @@ mod tests {
         clock.advance(Duration::from_millis(1));
         assert_eq!(count.0.load(Ordering::Relaxed), 2);
         clock.wake_at(Duration::from_millis(2), Arc::clone(&count).into());
-        assert_eq!(count.0.load(Ordering::Relaxed), 3, "the past is now");
+        assert_eq!(count.0.load(Ordering::Relaxed), 3, "a time in the past is due at once");
     }
 
     #[test]
-    fn a_bell_wakes_threads_and_futures_and_forgets_no_ring() {
+    fn a_bell_wakes_threads_and_futures_and_loses_no_ring() {
         let bell = Arc::new(Bell::default());
         let ringer = Arc::clone(&bell);
         let thread = std::thread::spawn(move || ringer.ring());
@@ -209,6 +212,6 @@ mod tests {
         bell.ring();
         assert_eq!(count.0.load(Ordering::Relaxed), 1);
         bell.wakes(&Arc::clone(&count).into());
-        assert_eq!(count.0.load(Ordering::Relaxed), 2, "rung while nobody listened");
+        assert_eq!(count.0.load(Ordering::Relaxed), 2, "rung before the future registered");
     }
 }

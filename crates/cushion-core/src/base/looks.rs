@@ -1,17 +1,18 @@
-//! How much is looked at with the lock held: so that tests can tell that it does not grow with what there is.
+//! Counts of the blocks and pages that searches visit while the lock is held. Tests use them to
+//! check that a search does not become slower as the number of blocks grows.
 
 use std::cell::Cell;
 
-/// What was looked at so far.
+/// The number of blocks and pages visited so far.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct LookedAt {
-    /// Blocks that lie side by side, to find room among them.
+    /// Neighbouring blocks visited to find room among them.
     pub blocks: u64,
-    /// Pages, to find what a range can be made of.
+    /// Pages visited to find pages for a range.
     pub pages: u64,
 }
 
-/// The counts, for who holds the lock.
+/// The counters, protected by the engine's lock.
 #[derive(Debug, Default)]
 pub(crate) struct Looks {
     so_far: Cell<LookedAt>,

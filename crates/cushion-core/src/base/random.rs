@@ -1,12 +1,15 @@
-//! Chance by seed: the same numbers on every machine.
+//! Pseudo-random numbers from a seed: the same on every machine.
 
-/// Numbers that only look like chance (`SplitMix64`).
+/// A pseudo-random generator (`SplitMix64`).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Random(pub u64);
 
 impl Random {
-    /// The next number.
-    #[expect(clippy::should_implement_trait, reason = "it never ends, and is no iterator")]
+    /// Returns the next number.
+    #[expect(
+        clippy::should_implement_trait,
+        reason = "the generator is endless and not an iterator"
+    )]
     pub fn next(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut mixed = self.0;
@@ -15,8 +18,8 @@ impl Random {
         mixed ^ (mixed >> 31)
     }
 
-    /// The next share, from 0 to 1.
-    #[expect(clippy::cast_precision_loss, reason = "a share")]
+    /// Returns the next number between 0 and 1.
+    #[expect(clippy::cast_precision_loss, reason = "a fraction needs no more precision")]
     pub fn share(&mut self) -> f64 {
         self.next() as f64 / u64::MAX as f64
     }

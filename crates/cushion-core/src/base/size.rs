@@ -1,4 +1,4 @@
-//! Units, the sizes that PyTorch rounds to, and how sizes are written for people.
+//! Units, the sizes that PyTorch rounds to, and the display of sizes.
 
 /// One kibibyte.
 pub const KIB: u64 = 1 << 10;
@@ -7,21 +7,21 @@ pub const MIB: u64 = 1 << 20;
 /// One gibibyte.
 pub const GIB: u64 = 1 << 30;
 
-/// Every block is a multiple of this.
+/// Every block size is a multiple of this.
 pub const MIN_BLOCK: u64 = 512;
 /// Requests up to this size are served from the small pool.
 pub const SMALL_REQUEST: u64 = MIB;
-/// Segments (and pages) of the small pool.
+/// The size of the segments (and pages) of the small pool.
 pub const SMALL_SEGMENT: u64 = 2 * MIB;
-/// From this size on a request gets a segment of its own size.
+/// A request of at least this size gets a segment of its own size.
 pub const OWN_SEGMENT: u64 = 10 * MIB;
-/// Segments of their own size are rounded up to this.
+/// The size of such a segment is rounded up to a multiple of this.
 pub const SEGMENT_ROUNDING: u64 = 2 * MIB;
 
 /// Rounds `value` up to a multiple of `unit`; `None` on overflow.
 #[must_use]
 pub fn round_up(value: u64, unit: u64) -> Option<u64> {
-    debug_assert!(unit > 0, "rounding to nothing");
+    debug_assert!(unit > 0, "the unit is 0");
     value.checked_next_multiple_of(unit)
 }
 
@@ -31,7 +31,7 @@ pub fn is_small(block_size: u64) -> bool {
     block_size <= SMALL_REQUEST
 }
 
-/// Bytes for people: `1.50 GiB`, `20.00 MiB`, `512 bytes`, as PyTorch writes them.
+/// Formats a size as PyTorch does: `1.50 GiB`, `20.00 MiB`, `512 bytes`.
 #[must_use]
 pub fn display(bytes: u64) -> String {
     #[expect(clippy::cast_precision_loss, reason = "two decimals are shown")]

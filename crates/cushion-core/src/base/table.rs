@@ -1,11 +1,11 @@
-//! Tables of things that refer to each other by typed ids: a slab that cannot mix up its keys.
+//! Tables with typed ids: a slab whose keys cannot be confused with those of another table.
 
 use std::marker::PhantomData;
 use std::ops::{Index, IndexMut};
 
 use slab::Slab;
 
-/// A thing of kind `T`, by its place in its table.
+/// The id of an item of type `T`: its place in its table.
 pub(crate) struct Id<T> {
     place: u32,
     kind: PhantomData<fn() -> T>,
@@ -16,13 +16,13 @@ impl<T> Id<T> {
         Self { place, kind: PhantomData }
     }
 
-    /// Its place in the table.
+    /// Returns the place in the table.
     pub(crate) fn number(self) -> u32 {
         self.place
     }
 
     fn from_key(key: usize) -> Self {
-        Self::new(u32::try_from(key).expect("fewer than 2^32 of a kind"))
+        Self::new(u32::try_from(key).expect("fewer than 2^32 items"))
     }
 
     fn key(self) -> usize {
@@ -30,7 +30,7 @@ impl<T> Id<T> {
     }
 }
 
-// By hand, because deriving would ask the same of `T`.
+// Not derived, because derives would require the same traits of `T`.
 impl<T> Clone for Id<T> {
     fn clone(&self) -> Self {
         *self
@@ -64,16 +64,16 @@ impl<T> std::fmt::Debug for Id<T> {
     }
 }
 
-/// Everything of one kind. Places that become vacant are used again, and given back at the end of the table, when
-/// somebody who has the time says so: nothing that is there ever moves.
+/// All items of one type. Vacant places are reused. [`shrink`](Self::shrink) frees vacant places at
+/// the end of the table. An item never moves.
 #[derive(Debug)]
 pub(crate) struct Table<T> {
     slab: Slab<T>,
-    /// How many were removed since places were last given back.
+    /// The number of items removed since the last shrink.
     removed: usize,
 }
 
-/// So many places are never given back.
+/// A table of at most this many places is never shrunk.
 const FEW_PLACES: usize = 1024;
 
 impl<T> Default for Table<T> {
@@ -92,13 +92,14 @@ impl<T> Table<T> {
         self.slab.remove(id.key())
     }
 
-    /// How many there are, and how many there is room for.
+    /// Returns the number of items, and the number of places.
     pub(crate) fn size(&self) -> (usize, usize) {
         (self.slab.len(), self.slab.capacity())
     }
 
-    /// Gives places back, if only few of many are in use. It is a walk over all of them: so many must have been removed
-    /// since the last one that this costs little for each.
+    /// Frees vacant places at the end of the table, if less than an eighth of the places is in use.
+    /// The slab visits all its places, so this waits until enough items were removed to make the
+    /// cost per removal small.
     pub(crate) fn shrink(&mut self) {
         let (count, room) = self.size();
         if room > FEW_PLACES && count < room / 8 && self.removed > room / 4 {
@@ -115,7 +116,7 @@ impl<T> Table<T> {
         self.slab.get(id.key())
     }
 
-    /// Everything, in order of place.
+    /// Returns all items in the order of their places.
     pub(crate) fn iter(&self) -> impl Iterator<Item = (Id<T>, &T)> {
         self.slab.iter().map(|(key, item)| (Id::from_key(key), item))
     }
@@ -140,7 +141,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn places_are_given_back_and_nothing_moves() {
+    fn vacant_places_are_freed_and_no_item_moves() {
         let mut table = Table::default();
         let ids: Vec<_> = (0..100_000_u32).map(|item| table.insert(item)).collect();
         table.shrink();
@@ -154,13 +155,14 @@ mod tests {
         assert_eq!(table.size().0, 2);
         assert!(table.size().1 < FEW_PLACES);
         assert_eq!((table[ids[3]], table[ids[700]]), (3, 700));
-        // Low places come first, so that the end of the table can be given back later.
+        // Low places are used first, so that the end of the table can be freed later.
         assert!(table.insert(1) < ids[3]);
     }
 
-    /// One that cannot be moved keeps all before it: then the walk is not made again for nothing.
+    /// An item at the end keeps all places before it. A second shrink does not repeat the useless
+    /// visit.
     #[test]
-    fn one_at_the_end_keeps_its_place() {
+    fn an_item_at_the_end_keeps_its_place() {
         let mut table = Table::default();
         let ids: Vec<_> = (0..10_000_u32).map(|item| table.insert(item)).collect();
         let (&last, others) = ids.split_last().unwrap();

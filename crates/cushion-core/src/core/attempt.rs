@@ -1,4 +1,4 @@
-//! How an attempt to serve a request ended.
+//! The result of one attempt to serve a request.
 
 use std::time::Duration;
 
@@ -6,31 +6,32 @@ use crate::driver::{DriverError, DriverResult};
 use crate::options::inject::Injected;
 use crate::outcome::error::Ended;
 
-/// How much a request may take.
+/// How much effort a request may take.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Effort {
-    /// What can be had at once: free memory, or new memory of the driver. Nothing is waited for or given back.
+    /// Only free memory or new memory of the driver. The request neither waits nor gives memory
+    /// back.
     AtOnce,
-    /// All that the ladder allows, on a thread that waits.
+    /// The whole ladder, on a thread that waits.
     Wait,
-    /// The same, on a future that is polled.
+    /// The whole ladder, in a future that is polled.
     Poll,
 }
 
-/// How an attempt to serve a request ended: a look at memory, or a rung of the ladder.
+/// The result of one attempt to serve a request: a search of memory, or a rung of the ladder.
 #[derive(Debug)]
 pub(crate) enum Attempt {
-    /// Served at this address; the attempt won so many bytes for it.
+    /// The request was served at this address. The attempt won this many bytes for it.
     Served { address: u64, won: u64 },
-    /// Memory was won: what follows the attempt is worth trying.
+    /// Memory was won: the attempts that follow the rung are worth trying.
     Won(u64),
-    /// No memory was won, and why.
+    /// No memory was won, for this reason.
     Nothing(Ended),
-    /// The attempt was not made, because nobody asked for it.
+    /// The attempt was not made, because no option asks for it.
     Skipped,
-    /// Something changed: the ladder is climbed from the bottom once more.
+    /// Something changed: the request climbs again from the bottom.
     Again,
-    /// The request waits, at most this long: its turn has not come, or memory may come.
+    /// The request waits, at most this long: for its turn, or for memory.
     Wait(Duration),
     /// The request is made to fail.
     Injected(Injected),
@@ -39,7 +40,7 @@ pub(crate) enum Attempt {
 }
 
 impl Attempt {
-    /// Served at an address without winning memory first, or nothing.
+    /// Returns `Served` at an address without memory won first, or `Nothing`.
     pub(crate) fn served_or_nothing(served: Option<u64>) -> Self {
         served.map_or(Self::Nothing(Ended::Nothing), |address| Self::Served { address, won: 0 })
     }

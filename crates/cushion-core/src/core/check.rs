@@ -1,4 +1,5 @@
-//! The invariant check: each room checks its own structures, and the figures are compared with a recount.
+//! The invariant check: each room checks its own structures, and the figures are compared with a
+//! recount.
 //!
 //! Tests, property tests and fuzzing call it after every step.
 
@@ -15,11 +16,11 @@ use crate::heap::block::{Block, BlockState};
 use crate::heap::segment::{Kind, Segment};
 use crate::ledger::stats::{StatArray, Stats};
 
-/// Figures by name, for small requests or large ones.
+/// Figures by name and size class.
 type Recount = BTreeMap<(&'static str, bool), u64>;
 
 impl<D: Driver> Locked<'_, D> {
-    /// Checks every structure against every other; `stats` are the figures now.
+    /// Checks all structures against each other. `stats` are the figures now.
     pub(crate) fn check_invariants(&self, stats: &Stats) -> Result<(), Violation> {
         let chains = self.mem.heap.check()?;
         self.mem.streams.check(self.mem.heap)?;
@@ -36,7 +37,8 @@ impl<D: Driver> Locked<'_, D> {
         self.check_private_pools(stats)
     }
 
-    /// Behind every mapped block of a paged segment lie pages, whole and without gaps; behind unmapped ones nothing.
+    /// Checks that whole pages without gaps are mapped behind every mapped block of a paged
+    /// segment, and nothing behind unmapped blocks.
     fn check_pages(&self, chains: &Chains, unclaimed: &mut Unclaimed<'_>) -> Result<(), Violation> {
         for (id, segment) in self.mem.heap.segments() {
             let page_size = match segment.kind {
@@ -67,7 +69,7 @@ impl<D: Driver> Locked<'_, D> {
         self.mem.backing.check_figures(addresses, detached.map(|block| block.size).sum())
     }
 
-    /// Plain segments that are held and not detached.
+    /// Returns the plain segments that are held and not detached.
     fn plain_segments(&self) -> impl Iterator<Item = &Segment> {
         let heads = self.mem.heap.blocks().filter(|(_, block)| block.prev.is_none());
         let held = heads.filter(|(_, block)| !self.is_detached_segment(block));
@@ -75,7 +77,7 @@ impl<D: Driver> Locked<'_, D> {
         segments.filter(|segment| segment.is_plain())
     }
 
-    /// The counters equal a recount.
+    /// Checks that the counters equal a recount.
     fn check_counters(&self, stats: &Stats) -> Result<(), Violation> {
         let (recount, spilled) = self.recount();
         ensure!(
@@ -114,7 +116,8 @@ impl<D: Driver> Locked<'_, D> {
         Ok(())
     }
 
-    /// The figures by a walk over all blocks, segments and pages; and the allocations in host memory.
+    /// Returns the figures by a walk over all blocks, segments and pages; and the allocations in
+    /// host memory.
     fn recount(&self) -> (Recount, u64) {
         let mut recount = Recount::new();
         let mut add = |name, small, amount| *recount.entry((name, small)).or_default() += amount;
@@ -151,7 +154,7 @@ impl<D: Driver> Locked<'_, D> {
         (recount, spilled)
     }
 
-    /// Allocations and segments at or over the largest size that may be split equal a recount.
+    /// Checks that the numbers of allocations and segments too large to be split equal a recount.
     fn check_oversize(&self, stats: &Stats) -> Result<(), Violation> {
         let most = self.mem.options.max_split_size.unwrap_or(u64::MAX);
         let blocks = self.mem.heap.blocks().filter(|(id, block)| {
@@ -171,7 +174,7 @@ impl<D: Driver> Locked<'_, D> {
         Ok(())
     }
 
-    /// What each private pool holds equals a recount.
+    /// Checks that the bytes of each private pool equal a recount.
     fn check_private_pools(&self, stats: &Stats) -> Result<(), Violation> {
         let mut recount = BTreeMap::<(PoolId, bool), u64>::new();
         let held = |block: &Block| {

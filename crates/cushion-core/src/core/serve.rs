@@ -7,7 +7,7 @@ use super::attempt::{Attempt, Effort};
 use crate::base::names::{Owner, PolicyIndex, PoolId, Tag};
 use crate::demand::asked::Asked;
 use crate::demand::owner::Wishes;
-use crate::demand::queue::Asker;
+use crate::demand::queue::Queued;
 use crate::driver::{Driver, DriverResult, StreamId};
 use crate::heap::pool::LaneId;
 use crate::ledger::change::Change;
@@ -17,8 +17,8 @@ use crate::outcome::error::Ended;
 use crate::streams::proof::{Proof, Work};
 
 impl<D: Driver> Locked<'_, D> {
-    /// Serves a request from memory that can be had at once: a free block, and, with [`Effort::AtOnce`], the driver. With
-    /// other efforts the ladder asks the driver.
+    /// Serves a request from memory that is available at once: a free block, or, with
+    /// [`Effort::AtOnce`], new memory of the driver. With other efforts the ladder asks the driver.
     pub(crate) fn serve(&mut self, asked: &Asked, effort: Effort) -> DriverResult<Attempt> {
         self.complete_finished_frees(asked.stream)?;
         let owner = self.demand.lead(asked.owner);
@@ -40,8 +40,8 @@ impl<D: Driver> Locked<'_, D> {
         Ok(Attempt::Nothing(Ended::Nothing))
     }
 
-    /// Serves a request from memory that is free in its own lane, whoever waits: no other request can be served from there
-    /// without a rung of the ladder.
+    /// Serves a request from free memory of its own lane, even while others wait: no other request
+    /// can be served from there without a rung of the ladder.
     fn serve_hit(&mut self, request: &Request) -> DriverResult<Option<u64>> {
         let policy = self.policies.in_force();
         let Some(found) = self.search_all(request, policy)? else { return Ok(None) };
@@ -52,9 +52,10 @@ impl<D: Driver> Locked<'_, D> {
         Ok(Some(self.hand_out(found, policy, request)))
     }
 
-    /// Asks the driver, if nobody waits and no memory has to be given back first.
+    /// Asks the driver, if no request waits and no memory must be given back first.
     fn serve_miss_at_once(&mut self, asked: &Asked, request: &Request) -> DriverResult<Attempt> {
-        // Requests that wait may have to come first; garbage may have to be given back before the driver is asked.
+        // Requests that wait may come first, and garbage may have to be given back before the
+        // driver is asked.
         let is_at_once = !self.demand.needs_attention()
             && !self.mem.is_collecting_garbage()
             && request.wanted <= self.mem.device.total;
@@ -69,9 +70,9 @@ impl<D: Driver> Locked<'_, D> {
         Ok(Attempt::served_or_nothing(served))
     }
 
-    // ---- requests that others hold up ----
+    // ---- requests that must wait ----
 
-    /// Whether a failure is injected here, or the request is one of a task that gave way to others.
+    /// Returns the injected failure of this request, or `Wait` if its task gave way to others.
     #[cold]
     fn hold_up(&mut self, asked: &Asked, owner: Owner, effort: Effort) -> Option<Attempt> {
         if effort == Effort::AtOnce {
@@ -94,7 +95,8 @@ impl<D: Driver> Locked<'_, D> {
         held_back.then_some(Attempt::Wait(Duration::ZERO))
     }
 
-    /// Whether a request that no free block serves has to wait for others before the driver is asked.
+    /// Returns whether a request that no free block serves must wait for others before it asks the
+    /// driver.
     #[cold]
     fn must_queue(&mut self, asked: &Asked, request: &Request) -> bool {
         let &Request { lane, owner, .. } = request;
@@ -103,21 +105,21 @@ impl<D: Driver> Locked<'_, D> {
             return false;
         }
         let (priority, blocks) = (wishes.priority, asked.blocks);
-        let asker = Asker { ticket: u64::MAX, owner, priority, blocks, lane };
-        !self.demand.queue.may_try(self.mem.heap, &asker)
+        let queued = Queued { ticket: u64::MAX, owner, priority, blocks, lane };
+        !self.demand.queue.may_try(self.mem.heap, &queued)
     }
 
-    /// Whether a request with these wishes may wait at all.
+    /// Returns whether a request with these wishes may wait at all.
     fn is_waiting_allowed(&self, wishes: &Wishes) -> bool {
         let options = self.mem.options;
         wishes.budget.map_or(options.wait_ms > 0, |budget| !budget.is_zero())
-            && self.ladder == Ladder::Graceful
+            && self.setup.ladder == Ladder::Graceful
             && !options.skip_rungs.and(wishes.skipped).contains(Rung::Wait)
     }
 
-    // ---- memory already held ----
+    // ---- reserved memory ----
 
-    /// As [`search`](Self::search), also among blocks whose streams are done by now.
+    /// Like [`search`](Self::search), after the frees that other streams are done with by now.
     fn search_all(
         &mut self,
         request: &Request,
@@ -132,7 +134,7 @@ impl<D: Driver> Locked<'_, D> {
         }
     }
 
-    /// What serves a request without the driver, still in its lane.
+    /// Returns the memory that serves a request without the driver. It stays in its lane.
     pub(crate) fn search(&mut self, request: &Request, policy: PolicyIndex) -> Option<Found> {
         self.mem.count_search(request);
         if let Some(found) = self.policies.rules_mut(policy).search(&mut self.mem, request) {
@@ -142,7 +144,7 @@ impl<D: Driver> Locked<'_, D> {
         self.policies.rules_mut(policy).search(&mut self.mem, request)
     }
 
-    /// What serves a request with the pages that were on their way back to the driver.
+    /// Returns the memory that serves a request together with the recalled detached pages.
     fn find_recalled(&mut self, request: &Request, policy: PolicyIndex) -> Option<Found> {
         let mut recalled = false;
         for rules in self.policies.all_mut() {
@@ -158,36 +160,35 @@ impl<D: Driver> Locked<'_, D> {
         Some(found)
     }
 
-    /// Puts all pages that are on their way back to the driver into their lanes again.
+    /// Returns all detached pages to their lanes.
     pub(crate) fn recall_all(&mut self) {
         for rules in self.policies.all_mut() {
             rules.recall(&mut self.mem, None);
         }
     }
 
-    /// Whether a free block would serve this request as things stand.
+    /// Returns whether a free block would serve this request now.
     pub(crate) fn would_hit(&self, requested: u64, stream: StreamId) -> bool {
         let request = self.mem.request(requested, stream, Owner::NOBODY, Tag::NONE);
         self.would_serve(&request)
     }
 
-    /// Whether free memory would serve this request as things stand.
+    /// Returns whether free memory would serve this request now.
     pub(crate) fn would_serve(&self, request: &Request) -> bool {
         self.policies.rules(self.policies.in_force()).find(&self.mem, request).is_some()
     }
 
-    /// Cuts what was found to size, if the policy splits it, and hands it out.
+    /// Cuts the found memory to size, if the policy splits it, and hands it out.
     pub(crate) fn hand_out(&mut self, found: Found, policy: PolicyIndex, request: &Request) -> u64 {
         let rules = self.policies.rules_mut(policy);
-        let id = rules.prepare(&mut self.mem, found, request);
-        let splits =
-            self.mem.heap[id].size > request.size && rules.splits(&self.mem, id, request.size);
+        let (id, splits) = rules.prepare(&mut self.mem, found, request);
         self.mem.take(id, splits, request)
     }
 
     // ---- memory from the driver ----
 
-    /// Serves a request from memory that the driver gives now, or that need not be asked for; `None` if memory ran out.
+    /// Serves a request from detached pages, from memory of an idle stream, or from new memory of
+    /// the driver. Returns `None` if memory ran out.
     pub(crate) fn serve_new(
         &mut self,
         request: &Request,
@@ -210,12 +211,13 @@ impl<D: Driver> Locked<'_, D> {
         Ok(block.map(|id| self.hand_out(Found::Block(id), policy, request)))
     }
 
-    /// What a device that holds nothing has to give for the request.
+    /// Returns the bytes that an empty device must provide for the request.
     pub(crate) fn wanted(&self, request: &Request) -> u64 {
         self.policies.rules(self.policies.in_force()).wanted(&self.mem, request)
     }
 
-    /// What the driver has to have before it can serve the request, once everything cached is given back.
+    /// Returns the bytes that the driver must have free to serve the request, after everything
+    /// cached is given back.
     pub(crate) fn needed(&mut self, request: &Request) -> u64 {
         let policy = self.policies.in_force();
         self.policies.rules_mut(policy).needed(&mut self.mem, request)
@@ -223,12 +225,13 @@ impl<D: Driver> Locked<'_, D> {
 
     // ---- memory of other streams ----
 
-    /// Serves a request of the default pool from memory of the same class that another stream is done with, as far as that
-    /// can be told without waiting. Must not be called during a capture.
+    /// Serves a request of the default pool from memory of the same size class with which another
+    /// stream is done, as far as is known without waiting. Must not be called during a capture.
     fn borrow_idle(&mut self, request: &Request) -> Option<u64> {
-        // A borrowed block is freed by an event on the borrowing stream: that stream must exist then. The default stream
-        // does not borrow: it carries the main work, and would wait for its own memory. Neither does a stream that runs
-        // beside others: whether they are done is then a matter of chance, and each would grow for the other's sake.
+        // A borrowed block is freed by an event on the borrowing stream, so that stream must exist
+        // then. The default stream does not borrow: it carries the main work, and would wait for
+        // its own memory. Nor does a stream that runs beside others: whether they are done is then
+        // a matter of chance, and each would grow because of the other.
         let LaneId { pool, stream } = request.lane;
         let is_shared = self.mem.heap.lane(request.lane).is_some_and(|lane| lane.is_shared());
         if self.mem.heap[pool].id != PoolId::DEFAULT
@@ -240,14 +243,15 @@ impl<D: Driver> Locked<'_, D> {
         }
         let streams = self.mem.heap[pool].lanes().map(|(stream, _)| stream);
         let others: Vec<_> = streams.filter(|&it| it != stream).collect();
-        // A driver that does not say whether a stream is done means growing at worst.
+        // If the driver does not say whether a stream is done, the engine grows instead.
         others.into_iter().find_map(|stream| {
             let lane = LaneId { pool, stream };
             self.borrow_from(lane, request, Borrow::Cut, Proof::NONE).ok().flatten()
         })
     }
 
-    /// What a lane can lend for a request, if its stream is not at work. Also `request` as the lane would serve it.
+    /// Returns the memory that a lane can lend for a request once its stream is idle, and the
+    /// request as the lane would serve it.
     pub(crate) fn lendable(
         &self,
         lane: LaneId,
@@ -267,7 +271,7 @@ impl<D: Driver> Locked<'_, D> {
         Some((found, there))
     }
 
-    /// Serves a request from a lane of another pool or stream, if no work uses what it can lend.
+    /// Serves a request from a lane of another pool or stream, if no work uses the memory.
     pub(crate) fn borrow_from(
         &mut self,
         lane: LaneId,
@@ -302,6 +306,6 @@ impl<D: Driver> Locked<'_, D> {
 pub(crate) enum Borrow {
     /// All of it, or nothing.
     Whole,
-    /// A part, too.
+    /// Also a part.
     Cut,
 }

@@ -1,4 +1,5 @@
-//! How long to pause before looking again: longer each time, up to a ceiling, and half of it by chance.
+//! Exponential backoff: each pause is longer than the last, up to a ceiling, and half of it is
+//! random.
 
 use std::time::Duration;
 
@@ -15,7 +16,7 @@ pub(crate) struct Backoff {
 }
 
 impl Backoff {
-    /// Pauses as the options say. The same seed gives the same pauses.
+    /// Returns the pauses that the options ask for. The same seed gives the same pauses.
     pub(crate) fn new(options: &Options, seed: u64) -> Self {
         Self {
             next: Duration::from_micros(options.wait_base_us),
@@ -25,7 +26,7 @@ impl Backoff {
         }
     }
 
-    /// The next pause.
+    /// Returns the next pause.
     pub(crate) fn pause(&mut self) -> Duration {
         let whole = self.next.min(self.ceiling);
         let longer = Duration::try_from_secs_f64(whole.as_secs_f64() * self.factor);

@@ -1,4 +1,4 @@
-//! Which thread or task holds how much memory, by a walk over all live blocks.
+//! How much memory each thread or task holds, from a walk over all live blocks.
 
 use std::collections::BTreeMap;
 
@@ -11,10 +11,10 @@ use crate::heap::block::{Block, Holder as HolderOf};
 use crate::heap::pool::PoolTable;
 use crate::outcome::receipt::{Group, Holder};
 
-/// The owners that hold memory of the device and still exist, and how much.
+/// Returns the owners that hold device memory and still exist, with the bytes of each.
 pub(super) fn holdings(heap: &Heap) -> BTreeMap<Owner, (Standing, u64)> {
     let mut bytes: BTreeMap<Owner, u64> = BTreeMap::new();
-    // There can be very many blocks, and those made one after the other mostly have one owner.
+    // There can be very many blocks, and consecutive ones mostly have the same owner.
     let on_device = heap.live_blocks().filter(|block| block.lane.pool != PoolTable::SPILL);
     let mut run: Option<(Owner, u64)> = None;
     for block in on_device {
@@ -34,19 +34,19 @@ pub(super) fn holdings(heap: &Heap) -> BTreeMap<Owner, (Standing, u64)> {
     is_there.map(|(owner, standing)| (owner, (standing, bytes[&owner]))).collect()
 }
 
-/// The owners that hold memory of the device and still exist.
+/// Returns the owners that hold device memory and still exist.
 pub(super) fn holders(heap: &Heap) -> BTreeMap<Owner, Standing> {
     holdings(heap).into_iter().map(|(owner, (standing, _))| (owner, standing)).collect()
 }
 
-/// How many groups and holders a receipt names.
+/// How many groups and holders a receipt lists.
 const NAMED: usize = 8;
 
-/// The largest groups of live allocations, and the owners that hold most.
-pub(crate) fn who_holds_what(heap: &Heap) -> (Vec<Group>, Vec<Holder>) {
+/// Returns the largest groups of live allocations and the owners that hold the most bytes.
+pub(crate) fn largest_holders(heap: &Heap) -> (Vec<Group>, Vec<Holder>) {
     let mut groups: FxHashMap<(Tag, u64), (u64, u64)> = FxHashMap::default();
     let mut holders: BTreeMap<Owner, u64> = BTreeMap::new();
-    // There can be very many blocks, and those made one after the other are mostly alike.
+    // There can be very many blocks, and consecutive ones are mostly alike.
     let of_holder = |block: &&Block| block.holder;
     let mut blocks = heap.live_blocks().peekable();
     while let Some(first) = blocks.next() {

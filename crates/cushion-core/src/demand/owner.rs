@@ -1,8 +1,8 @@
-//! Who asks for memory: a thread, or a task that several threads may work for.
+//! Owners: threads, and tasks that several threads may work for.
 //!
-//! Every thread has a number of its own from its first allocation on. A thread that says that it works
-//! for a [`Task`] asks in the task's name: what it gets is the task's, and so is its place in the queue.
-//! That is what lets the engine see that all who hold memory wait for each other.
+//! Every thread gets a number at its first allocation. A thread that enters a [`Task`] asks in the
+//! task's name: the task owns the memory and the place in the queue. From the owners the engine can
+//! tell that all owners of memory wait for each other.
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
@@ -20,20 +20,20 @@ impl fmt::Display for Owner {
 }
 
 thread_local! {
-    /// For whom this thread asks; zero until it does.
+    /// The owner of this thread's requests; zero before its first one.
     static CURRENT: Cell<u32> = const { Cell::new(0) };
     static PRIORITY: Cell<i32> = const { Cell::new(0) };
-    /// The tasks it works for, the latest last, with what it did before the first.
+    /// The tasks that this thread has entered, latest last, and its own number and priority.
     static WORK: RefCell<Work> = const { RefCell::new(Work { own: (0, 0), tasks: Vec::new() }) };
     static BUDGET: Cell<Option<Duration>> = const { Cell::new(None) };
     static SKIPPED: Cell<RungSet> = const { Cell::new(RungSet::NONE) };
     static IN_CALLBACK: Cell<bool> = const { Cell::new(false) };
     static WAITED_IN_CALLBACK: Cell<Duration> = const { Cell::new(Duration::ZERO) };
-    /// Held for its drop, when the thread ends.
+    /// Dropped when the thread ends.
     static ALIVE: Cell<Option<Alive>> = const { Cell::new(None) };
 }
 
-/// For whom this thread asks.
+/// Returns the owner of this thread's requests.
 pub(crate) fn current() -> Owner {
     let number = CURRENT.get();
     if number != 0 { Owner(number) } else { first_use() }
@@ -41,9 +41,10 @@ pub(crate) fn current() -> Owner {
 
 static IS_FOLLOWER: OnceLock<fn() -> bool> = OnceLock::new();
 
-/// Sets how threads are known, on their first allocation, that do nothing but what another thread waits for: what
-/// they ask for is asked for by whoever asked last. PyTorch's threads for gradients are such, and without this a
-/// thread that runs out of memory would wait for them, and they for it. Only the first call counts.
+/// Sets how follower threads are recognised, at their first allocation. A follower does nothing but
+/// work that another thread waits for; its requests belong to the owner of the latest request
+/// before them. PyTorch's gradient threads are followers: without this, a thread that runs out of
+/// memory would wait for them while they wait for it. Only the first call has an effect.
 pub fn set_followers(is_follower: fn() -> bool) {
     let _ = IS_FOLLOWER.set(is_follower);
 }
@@ -56,7 +57,7 @@ fn first_use() -> Owner {
     }
     let name = std::thread::current().name().map(str::to_owned);
     let owner = owners().open(Kind::Thread, name);
-    // A thread that is ending has no cell any more: its number is then as good as any.
+    // In a thread that is ending, the cell is already gone, and nothing would remove the owner.
     if ALIVE.try_with(|alive| alive.set(Some(Alive(owner)))).is_err() {
         owners().all.remove(&owner.0);
     }
@@ -64,7 +65,7 @@ fn first_use() -> Owner {
     owner
 }
 
-/// A thread, until it ends.
+/// Removes a thread's owner when the thread ends.
 struct Alive(Owner);
 
 impl Drop for Alive {
@@ -73,25 +74,25 @@ impl Drop for Alive {
     }
 }
 
-/// For whom a thread works.
+/// The tasks that a thread works for.
 struct Work {
-    /// Its own number and priority, while it works for somebody.
+    /// The thread's own number and priority, while it works for a task.
     own: (u32, i32),
     tasks: Vec<(u64, Task)>,
 }
 
-/// What somebody wants for their requests, whatever the options say.
+/// Priority, budget and skipped rungs of an owner's requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct Wishes {
     pub(crate) priority: i32,
-    /// How long each may wait, if that was said.
+    /// How long each request may wait; `None` leaves that to the options.
     pub(crate) budget: Option<Duration>,
-    /// Rungs that are left out, beside those of the options.
+    /// Rungs skipped in addition to those of the options.
     pub(crate) skipped: RungSet,
 }
 
 impl Wishes {
-    /// These, and where they say nothing, those.
+    /// Returns these wishes, with `others` where these are unset.
     pub(crate) fn or(self, others: &Self) -> Self {
         Self {
             priority: if self.priority == 0 { others.priority } else { self.priority },
@@ -101,17 +102,17 @@ impl Wishes {
     }
 }
 
-/// What this thread wants.
+/// Returns the wishes of this thread.
 pub(crate) fn wishes() -> Wishes {
     Wishes { priority: PRIORITY.get(), budget: BUDGET.get(), skipped: SKIPPED.get() }
 }
 
-/// What an owner wants: the latest that a thread of its said.
+/// Returns the wishes that a thread of this owner set last.
 pub(crate) fn wishes_of(owner: Owner) -> Wishes {
     owners().all.get(&owner.0).map(|known| known.wishes).unwrap_or_default()
 }
 
-/// Lets those who ask in this thread's name know what it wants.
+/// Publishes this thread's wishes under its owner, for its followers.
 fn tell_followers() {
     let owner = current();
     if let Some(known) = owners().all.get_mut(&owner.0) {
@@ -119,77 +120,79 @@ fn tell_followers() {
     }
 }
 
-/// Sets how much this thread's requests matter, from now on: of those that wait, the highest is served
-/// first. Zero to begin with.
+/// Sets the priority of this thread's requests from now on. Of the requests that wait, the one with
+/// the highest priority is served first. The default is zero.
 pub fn set_priority(priority: i32) {
     PRIORITY.set(priority);
     tell_followers();
 }
 
-/// How much this thread's requests matter.
+/// Returns the priority of this thread's requests.
 #[must_use]
 pub fn priority() -> i32 {
     PRIORITY.get()
 }
 
-/// Sets how long each request of this thread may wait, in the place of what the options say; `None` for
-/// what they say. Returns what was set before.
+/// Sets how long each request of this thread may wait, overriding the options; `None` restores
+/// them. Returns the previous value.
 pub fn set_budget(budget: Option<Duration>) -> Option<Duration> {
     let before = BUDGET.replace(budget);
     tell_followers();
     before
 }
 
-/// How long each request of this thread may wait, if it set that.
+/// Returns how long each request of this thread may wait, if it was set.
 #[must_use]
 pub fn budget() -> Option<Duration> {
     BUDGET.get()
 }
 
-/// Sets which rungs of the ladder this thread's requests leave out, beside those that the options leave out.
-/// Returns what was set before.
+/// Sets the rungs that this thread's requests skip, in addition to those of the options. Returns
+/// the previous value.
 pub fn set_skipped_rungs(skipped: RungSet) -> RungSet {
     let before = SKIPPED.replace(skipped);
     tell_followers();
     before
 }
 
-/// Which rungs this thread's requests leave out, beside those of the options.
+/// Returns the rungs that this thread's requests skip, in addition to those of the options.
 #[must_use]
 pub fn skipped_rungs() -> RungSet {
     SKIPPED.get()
 }
 
-/// Whether this thread is in a callback of a shortage. What it asks for then is served at once or refused.
+/// Returns whether this thread runs a shortage callback. Its requests are then served at once or
+/// refused.
 #[must_use]
 pub fn is_in_callback() -> bool {
     IN_CALLBACK.get()
 }
 
-/// Runs `f` as a part of a callback that another thread waits for: what it asks for asks no callbacks, and never waits.
+/// Runs `f` as part of a callback that another thread waits for: requests in it call no callbacks
+/// and never wait.
 pub fn in_callback<T>(f: impl FnOnce() -> T) -> T {
     let _inside = InCallback::enter();
     f()
 }
 
-/// Notes that a callback on this thread has waited so long for something that is not its own, such as a lock of the
-/// language it is written in: that does not count as its time.
+/// Notes that a callback on this thread waited this long for something it does not control, such as
+/// the lock of an interpreter. That time does not count as the callback's.
 pub fn note_waiting_in_callback(waited: Duration) {
     WAITED_IN_CALLBACK.set(WAITED_IN_CALLBACK.get().saturating_add(waited));
 }
 
-/// How long that was, and begins again.
+/// Returns the time noted by [`note_waiting_in_callback`] and resets it.
 pub(crate) fn take_waiting_in_callback() -> Duration {
     WAITED_IN_CALLBACK.replace(Duration::ZERO)
 }
 
-/// For whom this thread asks, as in receipts.
+/// Returns the owner of this thread's requests, as receipts name it.
 #[must_use]
 pub fn current_owner() -> Owner {
     current()
 }
 
-/// Notes that this thread is in a callback, until it is dropped.
+/// Marks this thread as running a callback, until dropped.
 pub(crate) struct InCallback {
     before: bool,
 }
@@ -206,12 +209,12 @@ impl Drop for InCallback {
     }
 }
 
-/// A piece of work that allocates, frees and ends, such as one request to a server. Registered until it
-/// is dropped.
+/// A unit of work that allocates, frees and ends, such as one request to a server. It is registered
+/// until dropped.
 ///
-/// When every task that holds memory waits for more, none of them would ever be served: the least
-/// valuable one's request fails at once then, and says so. Least valuable is the lowest priority, and of
-/// those alike the task registered last.
+/// When every task that holds memory waits for more, no request could ever be served. Then the
+/// request of the least valuable task fails at once, with an error that says so. The least valuable
+/// task is the one with the lowest priority; among equals, the one registered last.
 ///
 /// ```
 /// use cushion_core::{Engine, SimConfig, SimDriver, StreamId, Task};
@@ -249,13 +252,14 @@ impl Task {
         Self(Arc::new(Registered { owner, priority }))
     }
 
-    /// The task as an owner of memory.
+    /// Returns the task as an owner of memory.
     #[must_use]
     pub fn owner(&self) -> Owner {
         self.0.owner
     }
 
-    /// This thread works for the task until what is returned is dropped. Of several, the latest counts.
+    /// Makes this thread work for the task until the returned guard is dropped. If a thread has
+    /// entered several tasks, the latest counts.
     #[must_use]
     pub fn enter(&self) -> Working {
         owners().count_threads(self.0.owner, 1);
@@ -274,12 +278,13 @@ impl Task {
     }
 }
 
-/// This thread works for a task, until this is dropped; then for whom else it works, or for itself.
+/// This thread works for a task until this guard is dropped; then for the task entered before it,
+/// or for itself.
 #[derive(Debug)]
 pub struct Working {
     task: Task,
     number: u64,
-    /// It is about one thread.
+    /// Not `Send`: the guard belongs to one thread.
     here: std::marker::PhantomData<*const ()>,
 }
 
@@ -296,14 +301,14 @@ impl Drop for Working {
         });
         owners().count_threads(self.task.0.owner, -1);
         drop(left);
-        // The thread's own followers, if it has an owner yet, know what it wants now.
+        // Followers of the thread use its own wishes again, if it has an owner yet.
         if CURRENT.get() != 0 {
             tell_followers();
         }
     }
 }
 
-/// What is known of an owner that is still there.
+/// An owner that still exists.
 #[derive(Debug)]
 struct Known {
     kind: Kind,
@@ -320,8 +325,8 @@ enum Kind {
     },
 }
 
-/// All owners that are still there. Nothing here is touched unless memory runs out, a thread makes its
-/// first allocation, or a task comes or goes.
+/// All owners that still exist. Touched only when memory runs out, when a thread makes its first
+/// allocation or ends, and when a task is created, entered, left or dropped, or wishes change.
 #[derive(Debug)]
 struct Owners {
     all: BTreeMap<u32, Known>,
@@ -334,16 +339,16 @@ fn owners() -> MutexGuard<'static, Owners> {
     OWNERS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The lock of threads and tasks, held until this is dropped.
+/// The lock of the owner table, held until this is dropped.
 #[doc(hidden)]
 #[derive(Debug)]
 pub struct OwnersHeld(
     #[expect(dead_code, reason = "held for its drop")] MutexGuard<'static, Owners>,
 );
 
-/// Holds the lock of threads and tasks: for a process that is about to fork. In the child the thread that held it at that
-/// moment would be no more, and the first to begin or end there, or to ask for whom it works, would wait for ever. Nothing is
-/// waited for with this lock held, so it may be taken last, whatever else is held.
+/// Takes the lock of the owner table, for a process that is about to fork. If another thread held
+/// it during the fork, every use of it in the child would block forever. No code waits while it
+/// holds this lock, so it may be taken last, with other locks held.
 #[doc(hidden)]
 #[must_use]
 pub fn hold_owners() -> OwnersHeld {
@@ -369,10 +374,10 @@ impl Owners {
     }
 }
 
-/// What an owner is to the others.
+/// Whether an owner exists, and what kind it is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Standing {
-    /// A thread or task that is no more: nobody will free what it left.
+    /// The thread or task has ended: it will not free the memory it still holds.
     Gone,
     Thread,
     /// A task, and how many threads work for it now.
@@ -381,7 +386,7 @@ pub(crate) enum Standing {
     },
 }
 
-/// What these owners are to the others.
+/// Returns the standing of each owner.
 pub(crate) fn standings(of: impl Iterator<Item = Owner>) -> BTreeMap<Owner, Standing> {
     let owners = owners();
     let standing = |owner: Owner| match owners.all.get(&owner.0).map(|known| known.kind) {
@@ -392,7 +397,7 @@ pub(crate) fn standings(of: impl Iterator<Item = Owner>) -> BTreeMap<Owner, Stan
     of.map(|owner| (owner, standing(owner))).collect()
 }
 
-/// The name of an owner, for people.
+/// Returns the name of an owner, for people.
 pub(crate) fn name_of(owner: Owner) -> String {
     if owner == Owner::NOBODY {
         return "nobody".to_owned();
@@ -420,7 +425,7 @@ mod tests {
     }
 
     #[test]
-    fn threads_come_and_go() {
+    fn an_owner_is_gone_when_its_thread_ends() {
         let here = current();
         assert_eq!((here, standing(here)), (current(), Standing::Thread));
         let there = std::thread::Builder::new()

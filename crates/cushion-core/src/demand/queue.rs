@@ -1,12 +1,12 @@
-//! Who waits for memory, in what order, and what for.
+//! The queue of requests that wait for memory.
 //!
-//! Of those that wait, the highest priority is served first, and of those alike the one that asked first.
-//! Nobody is passed over for ever: who has been passed over often enough comes before everybody. A request
-//! of somebody who holds memory may pass those ahead that do not fit yet, because only if its owner goes on
-//! will that memory ever be given back; a request of somebody who holds nothing queues up.
+//! The request with the highest priority is served first; among equals, the one that asked first. A
+//! request that was passed over often enough moves to the front. A request whose owner holds memory
+//! may pass requests ahead that do not fit yet, because its owner frees that memory only if it can
+//! go on. A request whose owner holds no memory waits for its turn.
 //!
-//! When nobody who holds memory is left to give any back, waiting is in vain: the least valuable request is
-//! told so at once.
+//! When no owner is left that could free memory, waiting is pointless: the least valuable request
+//! is refused at once.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
@@ -22,108 +22,110 @@ use crate::heap::pool::LaneId;
 use crate::memory::Request;
 use crate::outcome::receipt::Outcome;
 
-/// How often a request may be passed over before it comes before everybody.
+/// How often a request may be passed over before it moves to the front.
 const PASSES: u32 = 64;
 
-/// How much later than it would look by itself a future may look before it loses its place: who makes a future and
-/// polls it no more keeps nobody waiting.
+/// How long after it was due an unpolled future loses its place, so that it does not block other
+/// requests.
 const LATE: Duration = Duration::from_secs(1);
 
-/// After how many requests those who gave way are looked over.
-const LOOKED_OVER: u32 = 256;
+/// After how many checks the tasks that gave way are checked against the holders of memory.
+const CHECK_EVERY: u32 = 256;
 
-/// How many are woken at a time. The others look by themselves, and each that is served wakes more.
+/// How many waiters one change wakes. The others look by themselves, and each request that is
+/// served wakes more.
 const WOKEN: usize = 16;
 
-/// A request that may have to wait.
+/// A request as the queue sees it.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Asker {
-    /// Its place among those of its priority.
+pub(crate) struct Queued {
+    /// Its order among requests of the same priority.
     pub(crate) ticket: u64,
     pub(crate) owner: Owner,
     pub(crate) priority: i32,
-    /// A thread waits for it and does nothing else, as opposed to a future.
+    /// Whether a thread blocks until it is served, as opposed to a future.
     pub(crate) blocks: bool,
-    /// Where the free blocks are that may serve it at once.
+    /// The lane whose free blocks may serve it at once.
     pub(crate) lane: LaneId,
 }
 
 #[derive(Debug)]
 struct Waiter {
-    asker: Asker,
+    queued: Queued,
     bell: Arc<Bell>,
     passed: u32,
-    /// The count of changes when it last tried in vain.
+    /// The count of changes when it last tried without success.
     tried: Option<u64>,
     verdict: Option<Outcome>,
-    /// It gave way, and keeps nobody else waiting.
+    /// Whether it gave way. It does not block other requests then.
     held_back: bool,
-    /// It is to try, whoever is ahead: it would be refused otherwise.
+    /// Whether it must try although others are ahead: otherwise it is refused.
     urged: bool,
     /// When it looks again by itself, at the latest.
     looks_by: Duration,
 }
 
 impl Waiter {
-    /// Whether it is a future that nobody polls any more.
+    /// Returns whether it is a future that is no longer polled.
     fn is_forgotten(&self, now: Duration) -> bool {
-        !self.asker.blocks && now > self.looks_by.saturating_add(LATE)
+        !self.queued.blocks && now > self.looks_by.saturating_add(LATE)
     }
 
     fn is_starved(&self) -> bool {
         self.passed >= PASSES
     }
 
-    /// Who comes first has the lowest.
+    /// Returns its rank: the lowest rank is first.
     fn rank(&self) -> (Reverse<bool>, Reverse<i32>, u64) {
-        (Reverse(self.is_starved()), Reverse(self.asker.priority), self.asker.ticket)
+        (Reverse(self.is_starved()), Reverse(self.queued.priority), self.queued.ticket)
     }
 }
 
-/// Who waits.
+/// The requests that wait.
 #[derive(Debug, Default)]
 pub(crate) struct Queue {
     /// By ticket.
     waiting: BTreeMap<u64, Waiter>,
     last_ticket: u64,
-    /// When somebody last looked.
+    /// The time of the latest look.
     now: Duration,
     changes: u64,
-    /// Requests that fell short and are on their way up: what changes is counted from then on.
+    /// Requests on the ladder. Changes are counted while there are any.
     climbers: u32,
-    /// Tasks that were told to give way, each with those that held memory then. Until one of these holds none
-    /// any more, a task that gave way and begins again would only have to give way once more.
+    /// Tasks that were told to give way, each with the tasks that held memory then. While all of
+    /// these still hold memory, a task that gave way and starts again would only have to give way
+    /// again.
     gave_way: BTreeMap<Owner, BTreeSet<Owner>>,
-    /// Whose memory was given back by somebody else, and by whom last: what a thread hands on to others, they may
-    /// free while it waits.
+    /// Owners whose memory another owner freed, with the latest such owner. A thread may hand
+    /// memory to other threads, which free it while it waits.
     freed_by: BTreeMap<Owner, Owner>,
-    /// Requests since those who gave way were looked over.
-    since_looked_over: u32,
+    /// Checks since the tasks that gave way were compared with the holders of memory.
+    since_checked: u32,
 }
 
-/// Those to wake, once no lock is held.
+/// The waiters to wake once no lock is held.
 pub(crate) type Bells = Vec<Arc<Bell>>;
 
 impl Queue {
-    /// Whether nobody waits and nobody is held back.
+    /// Returns whether no request waits, climbs or is held back.
     pub(crate) fn is_idle(&self) -> bool {
         self.waiting.is_empty() && self.gave_way.is_empty() && self.climbers == 0
     }
 
-    /// A request fell short.
+    /// Counts a request that fell short.
     pub(crate) fn begin_climb(&mut self) {
         self.climbers += 1;
     }
 
-    /// It is no longer on its way.
+    /// Counts the end of its climb.
     pub(crate) fn end_climb(&mut self) {
         self.climbers -= 1;
     }
 
-    /// Somebody gave back what another owner had asked for.
+    /// Notes that `by` freed memory that `owner` had asked for.
     #[cold]
     pub(crate) fn note_freed_by(&mut self, owner: Owner, by: Owner) {
-        /// From this number on, threads that have ended are forgotten.
+        /// From this many entries on, threads that have ended are removed.
         const MOST: usize = 1024;
         if owner == Owner::NOBODY || by == Owner::NOBODY || by == Owner::FOLLOWER {
             return;
@@ -135,24 +137,24 @@ impl Queue {
         self.freed_by.insert(owner, by);
     }
 
-    /// A place in the queue, for a request that has just fallen short.
+    /// Returns a new ticket, for a request that has just fallen short.
     pub(crate) fn ticket(&mut self) -> u64 {
         self.last_ticket += 1;
         self.last_ticket
     }
 
-    /// Counts what may help somebody, as long as somebody is short of memory.
+    /// Returns the number of changes so far that may help a request. Counted while a request is
+    /// short of memory.
     pub(crate) fn changes(&self) -> u64 {
         self.changes
     }
 
-    /// The request waits from now on, if it did not already.
-    /// It looks again by `looks_by`.
-    pub(crate) fn join(&mut self, asker: Asker, bell: &Arc<Bell>, looks_by: Duration) {
-        let waiter = self.waiting.entry(asker.ticket).or_insert_with(|| {
+    /// Adds the request to the queue, if it is not there yet. It looks again by `looks_by`.
+    pub(crate) fn join(&mut self, queued: Queued, bell: &Arc<Bell>, looks_by: Duration) {
+        let waiter = self.waiting.entry(queued.ticket).or_insert_with(|| {
             let bell = Arc::clone(bell);
             Waiter {
-                asker,
+                queued,
                 bell,
                 passed: 0,
                 tried: None,
@@ -165,44 +167,44 @@ impl Queue {
         waiter.looks_by = looks_by;
     }
 
-    /// Somebody looks at who waits.
+    /// Notes the time of a look at the queue.
     pub(crate) fn look(&mut self, now: Duration) {
         self.now = now;
     }
 
-    /// The request waits no longer.
+    /// Removes the request from the queue. Returns the waiters to wake.
     pub(crate) fn remove(&mut self, ticket: u64) -> Bells {
         if self.waiting.remove(&ticket).is_some() { self.changed() } else { Vec::new() }
     }
 
-    /// A request that did not find memory at once was served.
-    pub(crate) fn served(&mut self, asker: &Asker) {
-        self.passed_over(asker.ticket);
-        // A task that gave way has begun again.
-        self.gave_way.remove(&asker.owner);
+    /// Notes that a request was served that did not find memory at once.
+    pub(crate) fn served(&mut self, queued: &Queued) {
+        self.passed_over(queued.ticket);
+        // A task that gave way has started again.
+        self.gave_way.remove(&queued.owner);
     }
 
-    /// A request was served: those who asked before it were passed over.
+    /// Notes that a request was served: requests with an earlier ticket were passed over.
     pub(crate) fn passed_over(&mut self, ticket: u64) {
         for (_, waiter) in self.waiting.range_mut(..ticket) {
             waiter.passed = waiter.passed.saturating_add(1);
         }
     }
 
-    /// Something changed that may help those who wait: returns whom to wake.
+    /// Notes a change that may help requests that wait. Returns the waiters to wake.
     pub(crate) fn changed(&mut self) -> Bells {
         self.changes += 1;
         if self.waiting.is_empty() {
             return Vec::new();
         }
-        // What was decided and not yet heard may be otherwise now.
+        // A verdict that its request has not read yet may no longer hold.
         self.waiting.values_mut().for_each(|waiter| waiter.verdict = None);
         let mut order: Vec<_> = self.waiting.values().collect();
         order.sort_unstable_by_key(|waiter| waiter.rank());
         order.into_iter().take(WOKEN).map(|waiter| Arc::clone(&waiter.bell)).collect()
     }
 
-    /// The request has tried in vain since the last change.
+    /// Notes that the request has tried without success since the last change.
     pub(crate) fn tried(&mut self, ticket: u64) {
         if let Some(waiter) = self.waiting.get_mut(&ticket) {
             waiter.tried = Some(self.changes);
@@ -210,31 +212,32 @@ impl Queue {
         }
     }
 
-    /// Whether the request is to try, whoever is ahead.
+    /// Returns whether the request must try although others are ahead.
     pub(crate) fn is_urged(&self, ticket: u64) -> bool {
         self.waiting.get(&ticket).is_some_and(|waiter| waiter.urged)
     }
 
-    /// Whether the request is held back.
+    /// Sets whether the request is held back.
     pub(crate) fn hold_back(&mut self, ticket: u64, held_back: bool) {
         if let Some(waiter) = self.waiting.get_mut(&ticket) {
             waiter.held_back = held_back;
         }
     }
 
-    /// What was decided about a request that waits.
+    /// Returns the verdict on a request that waits, if there is one.
     pub(crate) fn verdict(&self, ticket: u64) -> Option<Outcome> {
         self.waiting.get(&ticket).and_then(|waiter| waiter.verdict)
     }
 
-    /// Decides about a request that waits; returns its bell.
+    /// Sets the verdict on a request that waits; returns its bell.
     pub(crate) fn decide(&mut self, ticket: u64, verdict: Outcome) -> Option<Arc<Bell>> {
         let waiter = self.waiting.get_mut(&ticket)?;
         waiter.verdict = Some(verdict);
         Some(Arc::clone(&waiter.bell))
     }
 
-    /// Refuses a request, if it has tried since the last change. If not, it is to try first: returns its bell.
+    /// Refuses a request if it has tried since the last change. Otherwise it must try first:
+    /// returns its bell.
     fn refuse(&mut self, least: Option<u64>, verdict: Outcome) -> Standstill {
         let changes = self.changes;
         match least.and_then(|ticket| self.waiting.get_mut(&ticket)) {
@@ -244,63 +247,63 @@ impl Queue {
                 Standstill { refused: None, bells: vec![Arc::clone(&least.bell)] }
             }
             Some(least) => {
-                Standstill { refused: Some((least.asker.ticket, verdict)), bells: Bells::new() }
+                Standstill { refused: Some((least.queued.ticket, verdict)), bells: Bells::new() }
             }
         }
     }
 
-    /// How many wait.
+    /// Returns how many requests wait.
     pub(crate) fn len(&self) -> usize {
         self.waiting.len()
     }
 
-    fn rank_of(&self, asker: &Asker) -> (Reverse<bool>, Reverse<i32>, u64) {
-        let known = self.waiting.get(&asker.ticket).map(Waiter::rank);
-        known.unwrap_or((Reverse(false), Reverse(asker.priority), asker.ticket))
+    fn rank_of(&self, queued: &Queued) -> (Reverse<bool>, Reverse<i32>, u64) {
+        let known = self.waiting.get(&queued.ticket).map(Waiter::rank);
+        known.unwrap_or((Reverse(false), Reverse(queued.priority), queued.ticket))
     }
 
-    /// Those nobody has decided about yet.
+    /// Returns the waiters without a verdict, except unpolled futures.
     fn undecided(&self) -> impl Iterator<Item = &Waiter> {
         let is_there = |waiter: &&Waiter| !waiter.is_forgotten(self.now);
         self.waiting.values().filter(|waiter| waiter.verdict.is_none()).filter(is_there)
     }
 
-    /// Those who come before a request. A thread does not wait for a future of its own, which nobody else
-    /// may be going to poll.
-    fn ahead_of(&self, asker: &Asker) -> impl Iterator<Item = &Waiter> {
-        let rank = self.rank_of(asker);
-        let (owner, ticket, blocks) = (asker.owner, asker.ticket, asker.blocks);
+    /// Returns the waiters ahead of a request. A thread does not wait for its own future: perhaps
+    /// no other thread polls it.
+    fn ahead_of(&self, queued: &Queued) -> impl Iterator<Item = &Waiter> {
+        let rank = self.rank_of(queued);
+        let (owner, ticket, blocks) = (queued.owner, queued.ticket, queued.blocks);
         self.undecided().filter(move |waiter| {
-            let own_future = blocks && !waiter.asker.blocks && waiter.asker.owner == owner;
-            let is_ahead = waiter.asker.ticket != ticket && waiter.rank() < rank;
+            let own_future = blocks && !waiter.queued.blocks && waiter.queued.owner == owner;
+            let is_ahead = waiter.queued.ticket != ticket && waiter.rank() < rank;
             is_ahead && !own_future && !waiter.held_back
         })
     }
 
-    /// Whether somebody who does not wait has given back what this owner had asked for.
+    /// Returns whether an owner that does not wait has freed memory of this owner before.
     fn may_be_freed_by_others(&self, owner: Owner) -> bool {
         let Some(&by) = self.freed_by.get(&owner) else { return false };
         let standing = owner::standings(std::iter::once(by))[&by];
         standing != Standing::Gone && !self.is_waiting(by, standing)
     }
 
-    /// Whether the owner can do nothing but wait.
+    /// Returns whether all threads of the owner wait.
     fn is_waiting(&self, owner: Owner, standing: Standing) -> bool {
-        let mut own = self.undecided().filter(|waiter| waiter.asker.owner == owner);
+        let mut own = self.undecided().filter(|waiter| waiter.queued.owner == owner);
         match standing {
             Standing::Gone => true,
-            Standing::Thread => own.any(|waiter| waiter.asker.blocks),
+            Standing::Thread => own.any(|waiter| waiter.queued.blocks),
             Standing::Task { threads } => own.count() >= threads.max(1) as usize,
         }
     }
 }
 
-/// Memory that may serve a request without a free of another thread.
+/// Memory that may serve a request without a free by another thread.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Supply {
-    /// What the driver has to have for the request.
+    /// Bytes that the driver must have for the request.
     pub(crate) needed: u64,
-    /// What is free on the device, cached or pending.
+    /// Bytes free on the device, cached or pending.
     pub(crate) by_itself: u64,
     /// Whether frees are pending, or other streams are at work on free memory that would help.
     pub(crate) work: bool,
@@ -308,16 +311,16 @@ pub(crate) struct Supply {
     pub(crate) processes: bool,
 }
 
-/// What may still come.
+/// The sources from which memory for a request may still come.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Sources {
-    /// Frees that wait for other streams, and free memory that other streams are at work on.
+    /// Pending frees, and free memory that other streams are at work on.
     pub(crate) events: bool,
-    /// What other threads and tasks hold.
+    /// Memory of other threads and tasks.
     pub(crate) owners: bool,
-    /// What other processes hold.
+    /// Memory of other processes.
     pub(crate) processes: bool,
-    /// The turn of this request, after others that have still to try.
+    /// Its turn: requests ahead of it have still to try.
     pub(crate) turn: bool,
 }
 
@@ -327,40 +330,41 @@ impl Sources {
     }
 }
 
-/// What follows from whether anybody can go on.
+/// What to do if no request can go on.
 #[derive(Debug, Default)]
 pub(crate) struct Standstill {
-    /// The request to be refused, and as what.
+    /// The request to refuse, and its outcome.
     pub(crate) refused: Option<(u64, Outcome)>,
     /// Requests that were kept back and may try now.
     pub(crate) bells: Bells,
 }
 
 impl Queue {
-    /// Whether a request may take what is free now, or has to wait for others first.
-    pub(crate) fn may_try(&self, heap: &Heap, asker: &Asker) -> bool {
-        let mut ahead = self.ahead_of(asker).peekable();
+    /// Returns whether a request may take free memory now, before it waits for others.
+    pub(crate) fn may_try(&self, heap: &Heap, queued: &Queued) -> bool {
+        let mut ahead = self.ahead_of(queued).peekable();
         if ahead.peek().is_none() {
             return true;
         }
-        if ahead.any(|waiter| waiter.is_starved() || waiter.asker.owner == asker.owner) {
+        if ahead.any(|waiter| waiter.is_starved() || waiter.queued.owner == queued.owner) {
             return false;
         }
-        // Futures keep their order, but for those of tasks: a task asks for one thing at a time.
+        // Futures keep their order, except those of tasks: a task makes one request at a time.
         let is_task = || {
-            let standing = owner::standings(std::iter::once(asker.owner));
-            matches!(standing.get(&asker.owner), Some(Standing::Task { .. }))
+            let standing = owner::standings(std::iter::once(queued.owner));
+            matches!(standing.get(&queued.owner), Some(Standing::Task { .. }))
         };
-        (asker.blocks || is_task())
-            && heap.live_blocks().any(|block| block.holder.owner == asker.owner)
+        (queued.blocks || is_task())
+            && heap.live_blocks().any(|block| block.holder.owner == queued.owner)
     }
 
-    /// Whether a request that waits may take what is free in its own lane: those ahead wait for other lanes.
-    pub(crate) fn may_take_own(&self, asker: &Asker) -> bool {
-        !self.ahead_of(asker).any(|waiter| waiter.asker.lane == asker.lane)
+    /// Returns whether a request that waits may take a free block of its own lane: all requests
+    /// ahead wait for other lanes.
+    pub(crate) fn may_take_own(&self, queued: &Queued) -> bool {
+        !self.ahead_of(queued).any(|waiter| waiter.queued.lane == queued.lane)
     }
 
-    /// A task was told to give way to those that hold memory now.
+    /// Notes that a task was told to give way to the tasks that hold memory now.
     pub(crate) fn note_gave_way(&mut self, heap: &Heap, owner: Owner) {
         let mut others = holders(heap);
         others
@@ -368,12 +372,12 @@ impl Queue {
         self.gave_way.insert(owner, others.into_keys().collect());
     }
 
-    /// Whether a task gave way to others, all of which still hold memory, and has freed its own.
+    /// Returns whether a task gave way to others that all still hold memory, and has freed its own.
     pub(crate) fn is_held_back(&mut self, heap: &Heap, owner: Owner) -> bool {
         if self.gave_way.is_empty() {
             return false;
         }
-        self.forget_who_gave_way(heap);
+        self.forget_gave_way(heap);
         let Some(others) = self.gave_way.get(&owner) else { return false };
         let holders = holders(heap);
         if holders.contains_key(&owner) {
@@ -386,39 +390,42 @@ impl Queue {
         false
     }
 
-    /// Forgets tasks that gave way and are gone, or gave way to an owner that is gone; now and then, to an owner that holds
-    /// nothing any more. A task that does not ask again must not keep every request on the slow path.
-    fn forget_who_gave_way(&mut self, heap: &Heap) {
+    /// Forgets tasks that gave way and have ended, and tasks that gave way to an owner that has
+    /// ended. Every [`CHECK_EVERY`] calls, also those that gave way to an owner that holds no
+    /// memory any more. A task that does not ask again must not keep every request on the slow
+    /// path.
+    fn forget_gave_way(&mut self, heap: &Heap) {
         let all = self.gave_way.iter().flat_map(|(owner, others)| others.iter().chain([owner]));
         let standings = owner::standings(all.copied());
         let is_there = |owner: &Owner| standings[owner] != Standing::Gone;
         self.gave_way.retain(|owner, others| is_there(owner) && others.iter().all(is_there));
-        self.since_looked_over += 1;
-        if self.since_looked_over >= LOOKED_OVER {
-            self.since_looked_over = 0;
+        self.since_checked += 1;
+        if self.since_checked >= CHECK_EVERY {
+            self.since_checked = 0;
             let holders = holders(heap);
             let holds = |owner: &Owner| holders.contains_key(owner);
             self.gave_way.retain(|_, others| others.iter().all(holds));
         }
     }
 
-    /// What may still come for a request that waits. `is_helped` says that a callback is under way, which may free memory of
-    /// any owner.
+    /// Returns the sources from which memory may still come for a request that waits. `is_helped`
+    /// says that a callback is running, which may free memory of any owner.
     pub(crate) fn sources(
         &self,
         heap: &Heap,
-        asker: &Asker,
+        queued: &Queued,
         request: &Request,
         supply: Supply,
         is_helped: bool,
     ) -> Sources {
-        // The bytes of owners that may still free them, and what is free or will be by itself.
+        // Bytes of owners that may still free them, and bytes that are free or will be by
+        // themselves.
         let (mut held, mut by_others, mut givers) = (0_u64, is_helped, BTreeSet::new());
         for (owner, (standing, bytes)) in holdings(heap) {
             let goes_on = !self.is_waiting(owner, standing) || self.may_be_freed_by_others(owner);
             by_others |= goes_on;
             // A task that waits can still be told to give way.
-            let is_other_task = owner != asker.owner && matches!(standing, Standing::Task { .. });
+            let is_other_task = owner != queued.owner && matches!(standing, Standing::Task { .. });
             if goes_on || is_other_task || is_helped {
                 held = held.saturating_add(bytes);
                 givers.insert(owner);
@@ -432,11 +439,11 @@ impl Queue {
             events: supply.work && is_enough,
             owners: by_others && is_enough,
             processes: supply.processes,
-            turn: self.ahead_of(asker).any(to_try),
+            turn: self.ahead_of(queued).any(to_try),
         }
     }
 
-    /// Whether those who hold memory all wait for each other, and what is to be done about it.
+    /// Returns what to do if all owners of memory wait for each other.
     pub(crate) fn standstill(&mut self, heap: &Heap, sources: Sources) -> Standstill {
         if sources.events || sources.turn {
             return Standstill::default();
@@ -450,11 +457,11 @@ impl Queue {
             let in_vain = !sources.owners && !sources.processes;
             let least = self
                 .undecided()
-                .min_by_key(|waiter| (waiter.asker.priority, Reverse(waiter.asker.ticket)));
-            let least = least.filter(|_| in_vain).map(|least| least.asker.ticket);
+                .min_by_key(|waiter| (waiter.queued.priority, Reverse(waiter.queued.ticket)));
+            let least = least.filter(|_| in_vain).map(|least| least.queued.ticket);
             return self.refuse(least, Outcome::Full);
         }
-        // Those kept back for a request that starves may fit.
+        // Requests kept back for a starved request may fit.
         let mut kept_back = false;
         for waiter in self.waiting.values_mut().filter(|waiter| waiter.is_starved()) {
             waiter.passed = 0;
@@ -464,17 +471,18 @@ impl Queue {
             return Standstill { refused: None, bells: self.changed() };
         }
         let verdict = if tasks.len() > 1 { Outcome::GiveWay } else { Outcome::Split };
-        let holds = |waiter: &&Waiter| tasks.contains_key(&waiter.asker.owner);
+        let holds = |waiter: &&Waiter| tasks.contains_key(&waiter.queued.owner);
         let least = self.undecided().filter(holds).min_by_key(|waiter| {
-            let Asker { priority, owner, ticket, .. } = waiter.asker;
+            let Queued { priority, owner, ticket, .. } = waiter.queued;
             (priority, Reverse(owner), Reverse(ticket))
         });
-        let least = least.map(|least| least.asker.ticket);
+        let least = least.map(|least| least.queued.ticket);
         self.refuse(least, verdict)
     }
 }
 
-/// Whether a block for the request may come free in a segment that one of `givers` holds memory in.
+/// Returns whether a block for the request may become free in a segment in which one of `givers`
+/// holds memory.
 fn may_leave_room(heap: &Heap, request: &Request, givers: &BTreeSet<Owner>) -> bool {
     heap.live_blocks().filter(|block| givers.contains(&block.holder.owner)).any(|block| {
         let large_enough = heap[block.segment].size >= request.size;

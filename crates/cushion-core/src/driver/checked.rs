@@ -1,15 +1,20 @@
-//! Polices the driver's contract: wraps any driver and panics at the first call, or the first
-//! piece of work, that breaks it. For tests and fuzzing; it says what was broken and where.
+//! Checks the driver's contract, for tests and fuzzing. [`CheckedDriver`] wraps any driver and
+//! panics at the first call, or the first work, that breaks the contract; the message names the
+//! rule and the address.
 //!
-//! A page may be mapped at several addresses. Two allocations that live at the same time never share a byte of it,
-//! whatever their addresses; bytes that were freed go to another stream, at any address, only when the work on them is
-//! done; and an address is taken from a page only when the work that used it there is done.
+//! A page may be mapped at several addresses. Three rules follow:
 //!
-//! It believes only what it saw pass through: work counts as done when an event that was recorded
-//! after it has been seen finished, or when a call was made that waits for the device. So it also works in front of a
-//! real GPU, and under threads: what is queued while somebody waits is not covered by the wait.
+//! - Two live allocations never share a byte of a page, at any address.
+//! - Freed bytes go to another stream, at any address, only after the work on them is done.
+//! - A page is unmapped from an address only after the work that used that address is done.
 //!
-//! The program tells it of work, of streams that wait for each other, of streams it destroys, and of captures.
+//! Work counts as done only if the wrapper saw proof: an event that was recorded after the work and
+//! was found finished, or a call that waits for the device. The wrapper therefore also works on a
+//! real GPU and with threads: a wait does not cover work that another thread queues meanwhile.
+//!
+//! The program reports its work, the waits of streams for each other, destroyed streams and
+//! captures to the wrapper. Its model of the device shares no code with the simulator's, so that
+//! one bug cannot hide in both.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -18,7 +23,7 @@ use super::{
     Capture, Driver, DriverResult, EventId, MemoryInfo, NodeId, PageHandle, Properties, StreamId,
 };
 
-/// A driver that watches another. See the module's documentation.
+/// A driver that checks all calls to another driver. See the module's documentation.
 #[derive(Debug)]
 pub struct CheckedDriver<D> {
     inner: D,
@@ -27,9 +32,9 @@ pub struct CheckedDriver<D> {
 
 #[derive(Debug, Default)]
 struct State {
-    /// Plain allocations.
+    /// Plain allocations: size by address.
     plain: BTreeMap<u64, u64>,
-    /// Reserved ranges.
+    /// Reserved ranges: size by address.
     ranges: BTreeMap<u64, u64>,
     /// Pages by handle: size and addresses.
     pages: BTreeMap<PageHandle, (u64, BTreeSet<u64>)>,
@@ -40,6 +45,7 @@ struct State {
     destroyed: BTreeSet<StreamId>,
     /// Streams that are being captured.
     captured: BTreeSet<StreamId>,
+    /// The stream and the ticket that each event marks, once it is recorded.
     events: BTreeMap<EventId, Option<(StreamId, u64)>>,
     /// Work that is not known to be done.
     unfinished: Vec<Work>,
@@ -56,7 +62,7 @@ struct Mapping {
 struct Progress {
     launched: u64,
     done: u64,
-    /// Work of other streams that later work on this one follows, up to a ticket.
+    /// For each other stream, the last ticket that later work on this stream follows.
     follows: BTreeMap<StreamId, u64>,
 }
 
@@ -65,12 +71,13 @@ struct Work {
     stream: StreamId,
     ticket: u64,
     memory: Bytes,
-    /// The mapping that it was used through.
+    /// The address of the mapping that the work uses.
     mapping: u64,
     life: u64,
 }
 
-/// Some bytes of memory in physical terms, so that a page is one under all its addresses.
+/// A range of bytes within a page or a plain allocation, independent of the addresses that the page
+/// is mapped at.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Bytes {
     place: Place,
@@ -79,7 +86,7 @@ pub struct Bytes {
 }
 
 impl Bytes {
-    /// Whether some of these are some of those.
+    /// Whether both ranges share a byte.
     #[must_use]
     pub fn overlap(&self, other: &Self) -> bool {
         self.place == other.place && self.start < other.end && other.start < self.end
@@ -88,31 +95,31 @@ impl Bytes {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Place {
-    /// A plain allocation at this address.
+    /// The plain allocation at this address.
     Plain(u64),
-    /// A page.
     Page(PageHandle),
 }
 
 impl<D: Driver> CheckedDriver<D> {
-    /// Watches `inner`.
+    /// Wraps `inner`.
     pub fn new(inner: D) -> Self {
         Self { inner, state: Mutex::default() }
     }
 
-    /// The driver underneath.
+    /// Returns the wrapped driver.
     pub fn inner(&self) -> &D {
         &self.inner
     }
 
-    /// Tells that work which uses `bytes` bytes at `address` was queued on `stream`, for the
-    /// allocation `life`. Uses of one allocation on several streams are the program's own business;
-    /// two allocations may share bytes only in stream order, or when the first one's work is done.
+    /// Reports that work on `stream` was queued which uses `bytes` bytes at `address`, for the
+    /// allocation `life`. The program itself orders the uses of one allocation on several streams.
+    /// Two allocations may share bytes only in stream order, or after the work of the first is
+    /// done.
     ///
     /// # Panics
     ///
     /// If some of the memory is not mapped and accessible, or if work of another allocation on the
-    /// same bytes is neither known to be done nor followed by this.
+    /// same bytes is not known to be done and this work does not follow it.
     pub fn work(&self, address: u64, bytes: u64, stream: StreamId, life: u64) {
         let mut state = self.state();
         let progress = state.streams.entry(stream).or_default();
@@ -136,16 +143,16 @@ impl<D: Driver> CheckedDriver<D> {
         }
     }
 
-    /// What is behind `bytes` bytes at `address`.
+    /// Returns the physical memory behind `bytes` bytes at `address`.
     ///
     /// # Panics
     ///
-    /// If some of it is not mapped and accessible.
+    /// If some of the memory is not mapped and accessible.
     pub fn behind(&self, address: u64, bytes: u64) -> Vec<Bytes> {
         self.state().resolve(address, bytes).into_iter().map(|(memory, _)| memory).collect()
     }
 
-    /// Tells that the program made later work on `waiter` follow all that is queued on `other`.
+    /// Reports that later work on `waiter` follows all work queued on `other`.
     pub fn wait(&self, waiter: StreamId, other: StreamId) {
         let mut state = self.state();
         let (launched, follows) = {
@@ -159,7 +166,7 @@ impl<D: Driver> CheckedDriver<D> {
         }
     }
 
-    /// As [`wait`](Self::wait), for all that is queued on all streams.
+    /// Reports that later work on `waiter` follows all work queued on all streams.
     pub fn wait_for_all(&self, waiter: StreamId) {
         let mut state = self.state();
         let all = state.launched();
@@ -169,17 +176,18 @@ impl<D: Driver> CheckedDriver<D> {
         }
     }
 
-    /// Tells that the program destroyed a stream: its handle is not to be used any more.
+    /// Reports that the program destroyed a stream. Its handle must not be used afterwards.
     pub fn destroy_stream(&self, stream: StreamId) {
         self.state().destroyed.insert(stream);
     }
 
-    /// Tells that `stream` is being captured: until the end of that, no event may be recorded on it.
+    /// Reports that a capture of `stream` began. No event may be recorded on it until the capture
+    /// ends.
     pub fn begin_capture(&self, stream: StreamId) {
         self.state().captured.insert(stream);
     }
 
-    /// Tells that `stream` is not being captured any more.
+    /// Reports that the capture of `stream` ended.
     pub fn end_capture(&self, stream: StreamId) {
         self.state().captured.remove(&stream);
     }
@@ -188,7 +196,7 @@ impl<D: Driver> CheckedDriver<D> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Lets a page be made, wherever it is, and watches it.
+    /// Creates a page with `make`, on the device or in host memory, and tracks it.
     fn make_page(
         &self,
         bytes: u64,
@@ -203,9 +211,9 @@ impl<D: Driver> CheckedDriver<D> {
 }
 
 impl State {
-    /// What is behind a range of addresses, each with the address it is mapped at.
+    /// Returns the physical memory behind a range, each part with the address of its mapping.
     fn resolve(&self, address: u64, bytes: u64) -> Vec<(Bytes, u64)> {
-        let end = address.checked_add(bytes).expect("a range that ends");
+        let end = address.checked_add(bytes).expect("the range fits the address space");
         if let Some((&start, &size)) = self.plain.range(..=address).next_back()
             && address < start + size
         {
@@ -229,8 +237,8 @@ impl State {
         places
     }
 
-    fn assert_done(&self, what: &str, is_meant: impl Fn(&Work) -> bool) {
-        let busy = self.unfinished.iter().find(|work| is_meant(work));
+    fn assert_done(&self, what: &str, concerns: impl Fn(&Work) -> bool) {
+        let busy = self.unfinished.iter().find(|work| concerns(work));
         assert!(busy.is_none(), "{what} while work on it is not known to be done: {busy:?}");
     }
 
@@ -241,12 +249,12 @@ impl State {
         self.unfinished.retain(|work| work.stream != stream || work.ticket > done);
     }
 
-    /// What is queued on each stream now.
+    /// Returns the last ticket of each stream.
     fn launched(&self) -> Vec<(StreamId, u64)> {
         self.streams.iter().map(|(&stream, progress)| (stream, progress.launched)).collect()
     }
 
-    /// The device was waited for, by a call that began when so much was queued.
+    /// Notes that a call waited for the device; `launched` is what was queued when the call began.
     fn all_done(&mut self, launched: &[(StreamId, u64)]) {
         let Self { streams, unfinished, destroyed, .. } = self;
         for (stream, ticket) in launched {
@@ -254,17 +262,18 @@ impl State {
                 progress.done = progress.done.max(*ticket);
             }
         }
-        unfinished.retain(|work| streams.get(&work.stream).is_none_or(|it| work.ticket > it.done));
-        // Of those that are no more, and done, nobody will hear again.
-        streams.retain(|stream, it| it.done < it.launched || !destroyed.contains(stream));
+        unfinished.retain(|work| streams.get(&work.stream).is_none_or(|s| work.ticket > s.done));
+        // No call names a destroyed stream again: it can be dropped once its work is done.
+        streams.retain(|stream, s| s.done < s.launched || !destroyed.contains(stream));
     }
 
-    fn assert_there(&self, stream: StreamId, what: &str) {
+    fn assert_not_destroyed(&self, stream: StreamId, what: &str) {
         let gone = self.destroyed.contains(&stream);
         assert!(!gone, "{what} on {stream:?}, which was destroyed");
     }
 
-    /// What an event marks: asked before it is waited for, since another thread may record it anew meanwhile.
+    /// Returns the work that an event marks. The caller reads this before it waits, because another
+    /// thread may record the event again meanwhile.
     fn marked(&self, event: EventId) -> Option<(StreamId, u64)> {
         self.events.get(&event).copied().flatten()
     }
@@ -275,7 +284,7 @@ impl State {
         }
     }
 
-    /// The addresses of the mappings that make up a range exactly.
+    /// Returns the addresses of the mappings that make up a range exactly.
     fn mappings_of(&self, address: u64, bytes: u64, what: &str) -> Vec<u64> {
         let mut at = address;
         let mut found = Vec::new();
@@ -314,7 +323,7 @@ impl<D: Driver> Driver for CheckedDriver<D> {
         self.inner.free(address)?;
         let mut state = self.state();
         state.plain.remove(&address);
-        // It waits for the whole device.
+        // `free` waits for the whole device.
         state.all_done(&launched);
         Ok(())
     }
@@ -437,7 +446,7 @@ impl<D: Driver> Driver for CheckedDriver<D> {
         let launched = {
             let mut state = self.state();
             assert!(state.events.contains_key(&event), "record of an unknown event");
-            state.assert_there(stream, "an event is recorded");
+            state.assert_not_destroyed(stream, "an event is recorded");
             let captured = state.captured.contains(&stream);
             assert!(!captured, "an event is recorded on {stream:?}, which is being captured");
             state.streams.entry(stream).or_default().launched
@@ -464,7 +473,7 @@ impl<D: Driver> Driver for CheckedDriver<D> {
     }
 
     fn stream_synchronize(&self, stream: StreamId) -> DriverResult<()> {
-        // A wait for the whole device: the stream may be no more.
+        // A wait for the whole device: the stream may have been destroyed.
         let launched = self.state().launched();
         self.inner.stream_synchronize(stream)?;
         self.state().all_done(&launched);
@@ -472,7 +481,7 @@ impl<D: Driver> Driver for CheckedDriver<D> {
     }
 
     fn capture(&self, stream: StreamId) -> DriverResult<Option<Capture>> {
-        self.state().assert_there(stream, "a capture is asked for");
+        self.state().assert_not_destroyed(stream, "a capture is asked for");
         self.inner.capture(stream)
     }
 

@@ -1,10 +1,10 @@
-//! What driver calls cost, as measured on an NVIDIA H200 (driver 580.159, CUDA 13.0).
+//! The prices of driver calls, as measured on an NVIDIA H200 (driver 580.159, CUDA 13.0).
 //!
-//! The price of a mapping call is per handle, not per call and hardly per byte, so a call over a
-//! range of pages costs the sum over its pages. Between the measured sizes the price is
-//! interpolated; beyond them it grows at the rate of the last interval. A page in host memory was
-//! measured at 256 MiB alone (78 ms), and is priced by the byte. Calls that were not
-//! measured (reserving addresses, waiting) cost nothing here: they are counted, not priced.
+//! The price of a mapping call is per handle, not per call, and hardly depends on the size. A call
+//! over a range of pages therefore costs the sum over its pages. Between the measured sizes the
+//! price is interpolated; above them it grows at the rate of the last interval. A page in host
+//! memory was measured only at 256 MiB (78 ms) and is priced by the byte. Calls that were not
+//! measured (reserving addresses, waiting) are counted, but have no price.
 
 use super::Call;
 use crate::base::size::{GIB, MIB};
@@ -17,12 +17,12 @@ const SIZES: [u64; 4] = [2 * MIB, 20 * MIB, 200 * MIB, 2 * GIB];
 pub enum Priced {
     /// The same at any size.
     Flat(u64),
-    /// At each measured size.
+    /// One price for each measured size.
     BySize([u64; 4]),
 }
 
 impl Priced {
-    /// The price list.
+    /// Returns the price of `call`.
     #[must_use]
     pub fn of(call: Call) -> Self {
         match call {
@@ -49,7 +49,7 @@ impl Priced {
     }
 }
 
-/// The price in nanoseconds of `call` on one allocation or page of `bytes` bytes.
+/// Returns the price in nanoseconds of `call` on one allocation or page of `bytes` bytes.
 #[must_use]
 pub fn price(call: Call, bytes: u64) -> u64 {
     let at = match Priced::of(call) {
@@ -71,7 +71,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn measured_points_are_exact_and_the_rest_lies_between() {
+    fn measured_prices_are_exact_and_others_are_interpolated() {
         assert_eq!(price(Call::Alloc, 2 * MIB), 51_000);
         assert_eq!(price(Call::Alloc, 512), 51_000);
         assert_eq!(price(Call::Alloc, 20 * MIB), 55_000);

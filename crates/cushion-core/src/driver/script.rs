@@ -1,25 +1,26 @@
-//! What a simulated device is told to do: which calls fail, and where ranges go.
+//! The script of a simulated device: the calls that fail, and the addresses that calls return.
 
 use std::collections::VecDeque;
 
 use super::{Call, Fault};
 
-/// When a scripted failure strikes, counted from the moment it was scripted; the first call is 1.
+/// When a scripted failure occurs. Calls are counted from the moment of scripting; the first is 1.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FailWhen {
     /// The n-th call of one kind.
     Nth(Call, u64),
     /// The n-th call of any kind.
     NthOfAny(u64),
-    /// Every call of one kind, until [`SimDriver::clear_failures`](super::SimDriver::clear_failures).
+    /// Every call of one kind, until
+    /// [`SimDriver::clear_failures`](super::SimDriver::clear_failures).
     Every(Call),
 }
 
-/// Failures and places to come.
+/// Failures and addresses that calls have not used yet.
 #[derive(Debug, Default)]
 pub(super) struct Script {
     failures: Vec<(FailWhen, Fault)>,
-    /// The call, its size, and the address it gets.
+    /// The call, its size, and the address that it returns.
     places: VecDeque<(Call, u64, u64)>,
 }
 
@@ -32,7 +33,7 @@ impl Script {
         self.failures.clear();
     }
 
-    /// The failure that strikes this call, if any.
+    /// Counts a call and returns its scripted failure, if any.
     pub(super) fn strike(&mut self, call: Call) -> Option<Fault> {
         let mut struck = None;
         self.failures.retain_mut(|(when, fault)| {
@@ -64,12 +65,13 @@ impl Script {
         self.places.clear();
     }
 
-    /// The address told for this call. A range is placed whatever its size.
+    /// Removes and returns the scripted address of this call. The size of a reserved range does not
+    /// have to match.
     pub(super) fn place(&mut self, call: Call, bytes: u64) -> Option<u64> {
-        let is_told = |&(kind, size, _): &(Call, u64, u64)| {
+        let matches = |&(kind, size, _): &(Call, u64, u64)| {
             kind == call && (call == Call::Reserve || size == bytes)
         };
-        let index = self.places.iter().position(is_told)?;
+        let index = self.places.iter().position(matches)?;
         self.places.remove(index).map(|(_, _, address)| address)
     }
 }

@@ -1,4 +1,4 @@
-//! Virtual time for a simulated device: the device works while somebody waits.
+//! Virtual time for a simulated device: each wait lets the device make one step.
 
 use std::sync::Arc;
 use std::task::Waker;
@@ -7,8 +7,8 @@ use std::time::Duration;
 use super::SimDriver;
 use crate::base::clock::{Bell, Clock, VirtualClock};
 
-/// A virtual clock on which every wait finishes the piece of work that was queued first. How long work takes is
-/// not known to it.
+/// A virtual clock on which every wait finishes the unfinished work that was queued first. The
+/// clock does not model how long work takes.
 #[derive(Debug)]
 pub struct SimClock {
     time: VirtualClock,
@@ -16,13 +16,13 @@ pub struct SimClock {
 }
 
 impl SimClock {
-    /// A clock at zero.
+    /// Creates a clock that shows zero.
     #[must_use]
     pub fn new(device: Arc<SimDriver>) -> Self {
         Self { time: VirtualClock::new(), device }
     }
 
-    /// Moves the clock forward; the device makes no progress.
+    /// Moves the clock forward. The device makes no step.
     pub fn advance(&self, duration: Duration) {
         self.time.advance(duration);
     }

@@ -1,4 +1,4 @@
-//! What may be changed while an engine runs: options, the policy, the limit, and which streams last.
+//! Changes while an engine runs: options, the policy, the limit, and the streams that last.
 
 use super::Engine;
 use crate::base::names::PolicyIndex;
@@ -13,8 +13,8 @@ use crate::policy::possible;
 use crate::streams::proof::LastingStreams;
 
 impl<D: Driver> Engine<D> {
-    /// Applies a `PYTORCH_CUDA_ALLOC_CONF` string; on error nothing changes. Returns the keys that
-    /// are not ours.
+    /// Applies a `PYTORCH_CUDA_ALLOC_CONF` string. On error nothing changes. Returns the keys that
+    /// are not Cushion's.
     pub fn configure(&self, conf: &str) -> Result<Vec<NotOurs>, OptionsError> {
         let not_ours = {
             let mut core = self.shared.lock();
@@ -36,7 +36,7 @@ impl<D: Driver> Engine<D> {
     fn adopt(&self, core: &mut Core<D>, options: Options) {
         let before = std::mem::replace(&mut core.options, options);
         let (wanted, wanted_before) = (Policy::of(&core.options), Policy::of(&before));
-        // A policy that was set otherwise stays, unless the options ask for another.
+        // A policy set by `set_policy` stays, unless the options select another.
         if wanted != wanted_before {
             self.put_in_force(core, wanted);
         }
@@ -57,41 +57,41 @@ impl<D: Driver> Engine<D> {
     }
 
     fn put_in_force(&self, core: &mut Core<D>, policy: Policy) {
-        core.policy = possible(&self.shared.device, policy);
-        core.policies.set_in_force(PolicyIndex::from(core.policy));
+        core.setup.policy = possible(&self.shared.device, policy);
+        core.policies.set_in_force(PolicyIndex::from(core.setup.policy));
     }
 
-    /// The options in force.
+    /// Returns the options in force.
     #[must_use]
     pub fn options(&self) -> Options {
         self.shared.lock().options.clone()
     }
 
-    /// The policy in force.
+    /// Returns the policy in force.
     #[must_use]
     pub fn policy(&self) -> Policy {
-        self.shared.lock().policy
+        self.shared.lock().setup.policy
     }
 
-    /// Changes the policy. Memory that another policy laid out stays as it is until it is given back. Where the device
-    /// has no pages, it is `segments` whatever is asked for.
+    /// Changes the policy. Memory that another policy laid out stays as it is until it is given
+    /// back. On a device without pages the policy is always `segments`.
     pub fn set_policy(&self, policy: Policy) {
         {
             let mut core = self.shared.lock();
             self.put_in_force(&mut core, policy);
-            let policy = core.policy;
+            let policy = core.setup.policy;
             core.options.ask_for(policy);
         }
         self.shared.wake();
     }
 
-    /// Says which streams the program never destroys. Free memory of one of them can serve another as soon as its work
-    /// is done, without waiting.
+    /// Sets the streams that the program never destroys. Free memory of such a stream can serve
+    /// another as soon as its work is done, without waiting.
     pub fn set_lasting_streams(&self, streams: LastingStreams) {
         self.shared.changing(|core| core.mem.streams.set_lasting(streams));
     }
 
-    /// Limits this engine to a fraction of the device; 1 takes the limit away.
+    /// Limits this engine to a fraction of the device; 1 removes the limit.
     pub fn set_memory_fraction(&self, fraction: f64) -> Result<(), FractionError> {
         if !(0.0..=1.0).contains(&fraction) {
             return Err(FractionError(fraction));
@@ -100,12 +100,12 @@ impl<D: Driver> Engine<D> {
         Ok(())
     }
 
-    /// Limits this engine to so many bytes.
+    /// Limits this engine to a number of bytes; `None` removes the limit.
     pub fn set_memory_limit(&self, limit: Option<u64>) {
         self.shared.changing(|core| core.mem.backing.set_limit(limit));
     }
 
-    /// The fraction of the device that this engine may hold.
+    /// Returns the fraction of the device that this engine may hold.
     #[must_use]
     #[expect(clippy::cast_precision_loss, reason = "a fraction of bytes")]
     pub fn memory_fraction(&self) -> f64 {
@@ -114,7 +114,7 @@ impl<D: Driver> Engine<D> {
     }
 }
 
-/// What a fraction of the device is in bytes; `None` for all of it, which is no limit.
+/// Returns a fraction of the device in bytes; `None` for all of it, which is not a limit.
 #[expect(
     clippy::cast_precision_loss,
     clippy::cast_possible_truncation,

@@ -11,15 +11,15 @@ use crate::outcome::error::AllocError;
 use crate::shortage::Climber;
 use crate::shortage::climb::{Climb, Progress, Served};
 
-/// Memory to come: see [`Engine::alloc_async`](crate::Engine::alloc_async). Its place in the order of asking is taken when it is first
-/// polled.
+/// A future allocation: see [`Engine::alloc_async`](crate::Engine::alloc_async). It takes its place
+/// in the queue when it is first polled.
 #[derive(Debug)]
 #[must_use = "a future does nothing unless it is polled"]
 pub struct AllocFuture<'a, D: Driver> {
     climber: Climber<'a, D>,
     asked: Asked,
     climb: Option<Box<Climb>>,
-    /// When the clock will wake whom, if it was asked to.
+    /// The latest alarm set on the clock: its time, and the waker.
     alarm: Option<(Duration, Waker)>,
     done: bool,
 }
@@ -70,7 +70,7 @@ impl<D: Driver> Future for AllocFuture<'_, D> {
                 let clock = &this.climber.shared.clock;
                 let now = clock.now();
                 let at = now.saturating_add(at_most);
-                // An alarm cannot be taken back: one that goes off no later will do.
+                // An alarm cannot be cancelled; an earlier one for the same waker is enough.
                 let will_do = |(set, waker): &(Duration, Waker)| {
                     now < *set && *set <= at && waker.will_wake(polled.waker())
                 };
@@ -86,7 +86,7 @@ impl<D: Driver> Future for AllocFuture<'_, D> {
 }
 
 impl<D: Driver> Drop for AllocFuture<'_, D> {
-    /// Gives its place back.
+    /// Gives up its place in the queue.
     fn drop(&mut self) {
         if let Some(mut climb) = self.climb.take() {
             self.climber.abandon(&mut climb);

@@ -1,4 +1,4 @@
-//! Looking at an engine: one allocation, figures, history, the invariant check.
+//! Inspection: one allocation, figures, history, the invariant check.
 
 use super::{Engine, Snapshot};
 use crate::base::check::Violation;
@@ -15,11 +15,11 @@ use crate::ledger::stats::Stats;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PageFigures {
-    /// Physical pages.
+    /// The number of physical pages.
     pub pages: usize,
-    /// Stitches.
+    /// The number of stitches.
     pub ranges: usize,
-    /// The addresses of all stitches.
+    /// Bytes of addresses of all stitches.
     pub addresses: u64,
     /// Bytes that could be given back as blocks lie now.
     pub free: u64,
@@ -28,38 +28,38 @@ pub struct PageFigures {
 impl<D: Driver> Engine<D> {
     // ---- one allocation ----
 
-    /// What `f` tells of the live allocation at `address`; `None` if there is none.
+    /// Applies `f` to the block of the live allocation at `address`; `None` if there is none.
     fn of_live<T>(&self, address: u64, f: impl FnOnce(&Block) -> T) -> Option<T> {
         let core = self.shared.lock();
         core.heap.live_at(address).map(|id| f(&core.heap[id]))
     }
 
-    /// The size of the block behind a live allocation, and the bytes that were asked for.
+    /// Returns the size of the block of a live allocation, and the bytes that were requested.
     #[must_use]
     pub fn size_of(&self, address: u64) -> Option<(u64, u64)> {
         self.of_live(address, |block| (block.size, block.holder.requested))
     }
 
-    /// The stream that a live allocation is for.
+    /// Returns the stream of a live allocation.
     #[must_use]
     pub fn stream_of(&self, address: u64) -> Option<StreamId> {
         self.of_live(address, |block| block.lane.stream)
     }
 
-    /// Whether a live allocation is in host memory.
+    /// Returns whether a live allocation is in host memory.
     #[must_use]
     pub fn is_spilled(&self, address: u64) -> bool {
         self.of_live(address, |block| block.lane.pool == PoolTable::SPILL).unwrap_or(false)
     }
 
-    /// The tag given to a live allocation.
+    /// Returns the tag of a live allocation.
     #[must_use]
     pub fn tag_of(&self, address: u64) -> Option<Tag> {
         self.of_live(address, |block| block.holder.tag)
     }
 
-    /// Where the memory that a live allocation was cut from begins, and its size: a plain segment, or
-    /// the run of mapped addresses around it.
+    /// Returns the start and the size of the memory from which a live allocation was cut: a plain
+    /// segment, or the mapped addresses around it.
     #[must_use]
     pub fn base_of(&self, address: u64) -> Option<(u64, u64)> {
         let core = self.shared.lock();
@@ -68,7 +68,7 @@ impl<D: Driver> Engine<D> {
         let mut first = heap.live_at(address)?;
         let segment = heap.segment_of(first);
         if matches!(segment.kind, Kind::Stitch(_)) {
-            // Pages may have left the stitch, but for those behind the allocation.
+            // Pages other than those behind the allocation may have been taken out of the stitch.
             let around =
                 |at| core.backing.page_around(at).filter(|&(at, ..)| at >= segment.address);
             let (mut start, mut end) = (address, address);
@@ -89,7 +89,7 @@ impl<D: Driver> Engine<D> {
         Some((heap[first].address, run.map(|id| heap[id].size).sum()))
     }
 
-    /// Whether an address lies in a segment of this engine, live or not.
+    /// Returns whether an address lies in a segment of this engine, live or not.
     #[must_use]
     pub fn holds(&self, address: u64) -> bool {
         let core = self.shared.lock();
@@ -99,25 +99,27 @@ impl<D: Driver> Engine<D> {
 
     // ---- figures ----
 
-    /// The figures now. Does not take the engine's lock; the list of lanes has one of its own, held for a moment.
+    /// Returns the figures. Does not take the engine's lock; the list of lanes has its own lock,
+    /// held for a moment.
     #[must_use]
     pub fn stats(&self) -> Stats {
         self.shared.stats()
     }
 
-    /// Live bytes, as asked for, and reserved bytes now. Takes no lock.
+    /// Returns the live bytes, as requested, and the reserved bytes. Takes no lock.
     #[must_use]
     pub fn live_and_reserved(&self) -> (u64, u64) {
         self.shared.counters.live_and_reserved()
     }
 
-    /// How often the driver was asked for memory, for a second address, or to take either back. Takes no lock.
+    /// Returns how often the driver mapped memory, mapped it a second time, or took either back.
+    /// Takes no lock.
     #[must_use]
     pub fn driver_changes(&self) -> u64 {
         self.shared.counters.driver_changes()
     }
 
-    /// Pages and second addresses now.
+    /// Returns the figures of pages and second addresses.
     #[must_use]
     pub fn page_figures(&self) -> PageFigures {
         self.shared.locked(|core| {
@@ -131,13 +133,13 @@ impl<D: Driver> Engine<D> {
         })
     }
 
-    /// Peaks start again from now.
+    /// Resets peaks to the current values.
     pub fn reset_peak_stats(&self) {
         let _lock = self.shared.lock();
         self.shared.counters.reset_peak();
     }
 
-    /// Totals start again from zero.
+    /// Resets totals to zero.
     pub fn reset_accumulated_stats(&self) {
         self.shared.locked(|core| {
             core.policies.all_mut().for_each(|rules| rules.totals_reset(&core.mem));
@@ -147,35 +149,37 @@ impl<D: Driver> Engine<D> {
 
     // ---- history ----
 
-    /// Keeps the last `entries` events from now on; zero turns history off. Forgets what was kept.
+    /// Restarts the history with room for the last `entries` events; zero turns it off. Drops the
+    /// events kept so far.
     pub fn record_history(&self, entries: usize) {
         self.shared.lock().history.restart(entries);
     }
 
-    /// Keeps the last `entries` events from now on, those kept so far among them.
+    /// Changes the history to keep the last `entries` events, including those kept so far.
     pub fn resize_history(&self, entries: usize) {
         self.shared.lock().history.resize(entries);
     }
 
-    /// Leaves these actions out of the history from now on, until it is told to start again.
+    /// Skips these actions in the history from now on, until
+    /// [`record_history`](Self::record_history) restarts it.
     pub fn skip_in_history(&self, actions: &[Action]) {
         self.shared.lock().history.skip(actions);
     }
 
-    /// The events kept, oldest first, and how many were forgotten before them.
+    /// Returns the events kept, oldest first, and how many were dropped before them.
     #[must_use]
     pub fn history(&self) -> (Vec<Entry>, u64) {
         self.shared.lock().history.read()
     }
 
-    /// All segments and blocks now. Each page counts once.
+    /// Returns all segments and blocks. Each page is counted once.
     #[must_use]
     pub fn snapshot(&self) -> Snapshot {
         self.shared.locked(|mut core| core.snapshot())
     }
 
-    /// A snapshot and the events kept before it, as of one moment. That it was taken is in the next one's events, as with
-    /// PyTorch.
+    /// Returns a snapshot and the events kept before it, as of one moment. The event of taking it
+    /// is in the history after it, as with PyTorch.
     #[must_use]
     pub fn snapshot_and_history(&self) -> (Snapshot, Vec<Entry>) {
         self.shared.locked(|mut core| {
@@ -186,25 +190,26 @@ impl<D: Driver> Engine<D> {
 
     // ---- for tests ----
 
-    /// Checks every structure against every other.
+    /// Checks all structures against each other.
     pub fn check_invariants(&self) -> Result<(), Violation> {
         self.shared.locked(|core| core.check_invariants(&self.shared.stats()))
     }
 
-    /// How often the lock was taken so far: for tests of what is done in one hold. Takes no lock.
+    /// Returns how often the lock was taken so far, for tests of the work done in one hold. Takes
+    /// no lock.
     #[doc(hidden)]
     pub fn times_locked(&self) -> u64 {
         self.shared.times_locked()
     }
 
-    /// How much was looked at so far with the lock held, for tests.
+    /// Returns how much was looked at so far with the lock held, for tests.
     #[doc(hidden)]
     #[must_use]
     pub fn looked_at(&self) -> LookedAt {
         self.shared.lock().looks().so_far()
     }
 
-    /// Limits the stitches of a stream to fewer than usual: for tests that are to reach the limit.
+    /// Limits the stitches of a stream to fewer than usual, for tests that must reach the limit.
     #[doc(hidden)]
     pub fn set_most_ranges(&self, most: usize) {
         self.shared.locked(|core| {

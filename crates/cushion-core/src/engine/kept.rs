@@ -1,9 +1,9 @@
-//! How much an engine itself keeps: what tests of its growth ask for.
+//! The sizes of an engine's own tables, for tests that they do not grow without bound.
 
 use super::Engine;
 use crate::driver::Driver;
 
-/// How much an engine itself keeps at one moment.
+/// The sizes of an engine's own tables at one moment.
 #[doc(hidden)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
@@ -17,16 +17,16 @@ pub struct Kept {
     pub room_for_segments: usize,
     pub room_for_ranges: usize,
     pub room_for_live: usize,
-    /// Streams with frees that are not done.
+    /// Streams with unfinished frees.
     pub pending_streams: usize,
-    /// Blocks looked at so far to learn whether pending ones would serve a request.
+    /// Blocks examined so far to tell whether pending ones would serve a request.
     pub looks_at_pending: u64,
-    /// Addresses reserved for lanes.
+    /// Bytes of addresses reserved for lanes.
     pub addresses: u64,
 }
 
 impl<D: Driver> Engine<D> {
-    /// How much the engine itself keeps, for tests of what it keeps too long.
+    /// Returns the sizes of the engine's own tables, for tests.
     #[doc(hidden)]
     #[must_use]
     pub fn kept(&self) -> Kept {

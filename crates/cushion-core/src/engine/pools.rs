@@ -1,8 +1,8 @@
 //! Private pools: memory set apart for a CUDA graph, or for a use of the caller's own.
 //!
-//! While allocations go to a private pool, a capture may be under way: no event is queried, nothing
-//! is given back. A pool counts its uses; when the last is released its memory may be given back,
-//! and the pool is forgotten once none is left.
+//! While allocations go to a private pool, a capture may be under way: no event is queried, and no
+//! memory is given back. A pool counts its uses. After the last one is released its memory may be
+//! given back, and the pool is removed once it has none.
 
 use super::Engine;
 use crate::base::names::PoolId;
@@ -12,43 +12,43 @@ use crate::outcome::error::PoolError;
 use crate::streams::captures::{Capture, StreamFilter};
 
 impl<D: Driver> Engine<D> {
-    /// Makes a private pool, or adds a use to one.
+    /// Creates a private pool, or adds a use to an existing one.
     pub fn create_pool(&self, pool: PoolId) -> Result<(), PoolError> {
         self.shared.locked(|mut core| core.use_pool(pool))
     }
 
-    /// From now on, allocations of the streams that `filter` accepts go to `pool`, which is made if
-    /// need be and has one more use. The latest begun wins.
+    /// Sends allocations of the streams that `filter` accepts to `pool` from now on. Creates the
+    /// pool if necessary, and adds one use. If several pools accept a stream, the latest wins.
     pub fn begin_allocate_to_pool(
         &self,
         pool: PoolId,
         filter: StreamFilter,
     ) -> Result<(), PoolError> {
         let begun = self.shared.beginning_capture(|mut core| core.begin_pool(pool, filter));
-        // A filter that is not needed is the caller's: it goes with no lock held.
+        // A rejected filter is dropped with no lock held: it is the caller's code.
         begun.map_err(|(error, _filter)| error)
     }
 
-    /// Allocations go to `pool` no longer.
+    /// Stops sending allocations to `pool`.
     pub fn end_allocate_to_pool(&self, pool: PoolId) -> Result<(), PoolError> {
-        // The filter is the caller's: it goes with no lock held.
+        // The filter is dropped with no lock held: it is the caller's code.
         let ended = self.shared.changing(|mut core| core.end_pool(pool));
         ended.map(drop)
     }
 
-    /// Takes one use from `pool`. At the last its memory may be given back.
+    /// Removes one use of `pool`. After the last one its memory may be given back.
     pub fn release_pool(&self, pool: PoolId) -> Result<(), PoolError> {
         self.shared.changing(|mut core| core.release_pool(pool))
     }
 
-    /// How many uses a private pool has.
+    /// Returns how many uses a private pool has.
     pub fn pool_uses(&self, pool: PoolId) -> Result<u32, PoolError> {
         let core = self.shared.lock();
         let private = core.heap.pools().private(pool);
         private.map(|private| private.uses).ok_or(PoolError::Unknown(pool))
     }
 
-    /// Whether free blocks of `pool` may serve the default pool when memory runs out.
+    /// Sets whether free blocks of `pool` may serve the default pool when memory runs out.
     pub fn set_use_on_oom(&self, pool: PoolId, allow: bool) -> Result<(), PoolError> {
         {
             let mut core = self.shared.lock();
@@ -61,8 +61,9 @@ impl<D: Driver> Engine<D> {
         Ok(())
     }
 
-    /// Blocks of `pool` are not split from now on. The policy `paged` ignores this: a free block that is too large serves a
-    /// part there, and the rest of its pages stays free for others.
+    /// Prevents blocks of `pool` from being split from now on. The policy `paged` ignores this:
+    /// there, a part of a larger free block serves a request, and the rest of its pages stays free
+    /// for others.
     pub fn set_no_split(&self, pool: PoolId) -> Result<(), PoolError> {
         let mut core = self.shared.lock();
         let private = core.heap.private_mut(pool).ok_or(PoolError::Unknown(pool))?;
@@ -72,7 +73,7 @@ impl<D: Driver> Engine<D> {
 }
 
 impl<D: Driver> Locked<'_, D> {
-    /// Makes a private pool, or adds a use to one.
+    /// Creates a private pool, or adds a use to an existing one.
     fn use_pool(&mut self, id: PoolId) -> Result<(), PoolError> {
         if id == PoolId::DEFAULT {
             return Err(PoolError::Default(id));
@@ -100,7 +101,8 @@ impl<D: Driver> Locked<'_, D> {
         Ok(())
     }
 
-    /// Returns what the pool was recorded with, for the caller to drop without the lock.
+    /// Stops sending allocations to the pool. Returns the capture, for the caller to drop without
+    /// the lock.
     fn end_pool(&mut self, id: PoolId) -> Result<Capture, PoolError> {
         self.mem.streams.end_recording(id).ok_or(PoolError::NotRecording(id))
     }

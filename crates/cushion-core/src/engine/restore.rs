@@ -1,8 +1,8 @@
-//! Putting an allocator back into a state it was in: segments where they lay, live blocks where they
-//! were in them, everything else free.
+//! Restoring the state of an allocator: segments at their addresses, live blocks in them,
+//! everything else free.
 //!
-//! A recorded run rarely begins at its beginning. Whoever knows what was held at some moment can go
-//! on from there, with the same memory found by the same requests.
+//! A recorded run rarely begins at its beginning. With the memory held at some moment, a replay can
+//! start there, and requests find the same memory.
 
 use std::collections::BTreeMap;
 
@@ -20,53 +20,53 @@ use crate::memory::Request;
 use crate::options::Policy;
 use crate::policy::segment_for;
 
-/// Memory that was held.
+/// A segment that was held.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct HeldSegment {
-    /// Where it began.
+    /// Its start.
     pub address: u64,
     /// Its size.
     pub size: u64,
-    /// The stream it belonged to.
+    /// Its stream.
     pub stream: StreamId,
-    /// The pool it belonged to; a private one is made with one use.
+    /// Its pool. A private pool is created with one use.
     pub pool: PoolId,
     /// Whether it served small requests.
     pub small: bool,
-    /// If pages came and went behind it: where the reserved range began that it is a part of.
+    /// For a segment of pages: the start of the reserved range that contains it.
     pub range: Option<u64>,
-    /// The live blocks in it, in address order. What lies between them was free.
+    /// The live blocks in it, in address order. The memory between them was free.
     pub live: Vec<HeldBlock>,
 }
 
 /// A block that was live.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct HeldBlock {
-    /// Where it began.
+    /// Its start.
     pub address: u64,
     /// Its size.
     pub size: u64,
-    /// What was asked for.
+    /// The requested bytes.
     pub requested: u64,
 }
 
 /// A reserved range, as far as it was held.
 #[derive(Debug, Default, Clone, Copy)]
 pub(crate) struct HeldRange {
-    /// Whether its pages are not as large as PyTorch's; then they are as small as the device has them.
+    /// Whether its pages are not of PyTorch's size. Then they have the smallest size of the device.
     finely: bool,
-    /// Bytes from where it began to where the last segment in it ended.
+    /// Bytes from its start to the end of the last segment in it.
     reach: u64,
 }
 
-/// Why a segment was not put back.
+/// Why a segment was not restored.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum RestoreError {
-    /// No allocator can have held this.
+    /// No allocator can have held this segment.
     #[error("no allocator can have held the segment at {address:#x}: {what}")]
     Impossible {
-        /// Where it began.
+        /// Its start.
         address: u64,
         /// What is wrong with it.
         what: &'static str,
@@ -74,7 +74,7 @@ pub enum RestoreError {
     /// The device has no room for it.
     #[error("the device has no room for the segment of {size} bytes at {address:#x}")]
     Full {
-        /// Where it began.
+        /// Its start.
         address: u64,
         /// Its size.
         size: u64,
@@ -85,24 +85,24 @@ pub enum RestoreError {
 }
 
 impl HeldSegment {
-    /// Whether it can have been.
+    /// Checks that an allocator can have held it.
     fn check(&self) -> Result<(), &'static str> {
         if self.size == 0 || !self.size.is_multiple_of(MIN_BLOCK) {
-            return Err("its size is no multiple of 512 bytes");
+            return Err("its size is not a multiple of 512 bytes");
         }
         let end = self.address.checked_add(self.size).ok_or("its end is beyond 64 bits")?;
         let mut at = self.address;
         for block in &self.live {
             let block_end = block.address.checked_add(block.size).filter(|&it| it <= end);
             if block.address < at || block_end.is_none() {
-                return Err("its blocks overlap or leave it");
+                return Err("its blocks overlap or lie outside it");
             }
             let aligned = |size: u64| size.is_multiple_of(MIN_BLOCK);
             if block.size == 0 || !aligned(block.size) || !aligned(block.address - self.address) {
-                return Err("a block is no multiple of 512 bytes");
+                return Err("a block is not aligned to 512 bytes");
             }
             if block.requested > block.size {
-                return Err("a block is smaller than what was asked for");
+                return Err("a block is smaller than its request");
             }
             at = block.address + block.size;
         }
@@ -111,9 +111,9 @@ impl HeldSegment {
 }
 
 impl<D: Driver> Engine<D> {
-    /// Puts back what an allocator held at some moment: its segments, the live blocks in them, and
-    /// free memory between. `placing` is called before each segment that takes addresses from the
-    /// driver, with where it was; returned is where each is now, or why it could not be put back.
+    /// Restores the memory that an allocator held at some moment: its segments, the live blocks in
+    /// them, and free memory between. Calls `placing` before each segment that takes addresses from
+    /// the driver. Returns the new start of each segment, or why it could not be restored.
     pub fn restore(
         &self,
         segments: &[HeldSegment],
@@ -139,7 +139,7 @@ impl<D: Driver> Engine<D> {
 }
 
 impl<D: Driver> Locked<'_, D> {
-    /// The reserved ranges that these segments are parts of, by where they began.
+    /// Returns the reserved ranges that contain these segments, by their start.
     pub(crate) fn held_ranges(&self, segments: &[HeldSegment]) -> BTreeMap<u64, HeldRange> {
         let mut ranges: BTreeMap<u64, HeldRange> = BTreeMap::new();
         for held in segments {
@@ -156,8 +156,8 @@ impl<D: Driver> Locked<'_, D> {
         ranges
     }
 
-    /// Puts a segment back; returns where it begins now. `range` is the reserved range that it is a part of, and
-    /// `range_at` where that begins now, if another segment of it was put back before.
+    /// Restores a segment; returns its new start. `range` is the reserved range that contains it,
+    /// and `range_at` the new start of that range, if another segment of it was restored before.
     pub(crate) fn restore(
         &mut self,
         held: &HeldSegment,
@@ -202,8 +202,8 @@ impl<D: Driver> Locked<'_, D> {
         };
         let free = free.ok_or(full)?;
         let base = self.mem.heap[free].address;
-        // Everything up to the last live block is taken from the front, piece by piece, and the
-        // pieces between live blocks are freed again.
+        // Everything up to the last live block is taken from the front, block by block, and the
+        // gaps between live blocks are freed again.
         let mut at = held.address;
         let mut gaps = Vec::new();
         for block in &held.live {
@@ -221,13 +221,13 @@ impl<D: Driver> Locked<'_, D> {
         Ok(base)
     }
 
-    /// Takes the first bytes of a free block, which keeps its identity as long as any are left.
+    /// Takes the first bytes of a free block. The rest, if any, keeps the block's id.
     fn take_exactly(&mut self, free: BlockId, request: &Request) -> u64 {
         let splits = self.mem.heap[free].size > request.size;
         self.mem.take(free, splits, request)
     }
 
-    /// Puts pages behind a part of a reserved range, and returns the free block there.
+    /// Maps pages behind a part of a reserved range, and returns the free block there.
     fn restore_pages(
         &mut self,
         request: &Request,
@@ -268,7 +268,7 @@ impl<D: Driver> Locked<'_, D> {
             || !request.size.is_multiple_of(page_size)
         {
             return Err(impossible(
-                "it is not made of whole pages; what `paged` had at second addresses is not put back",
+                "it is not made of whole pages; stitches of `paged` are not restored",
             ));
         }
         self.mem.heap.split_unmapped(unmapped, address);

@@ -1,4 +1,4 @@
-//! What a program can know and do about shortages: callbacks, receipts, injected failures.
+//! The program's view of shortages: callbacks, receipts, injected failures.
 
 use std::sync::Arc;
 
@@ -11,9 +11,9 @@ use crate::shortage::callbacks::{Callback, CallbackId, Plea, Reply};
 use crate::shortage::climb::Waited;
 
 impl<D: Driver> Engine<D> {
-    /// Calls `callback` when memory runs out, those of higher priority first. It may free, and even
-    /// allocate; it is never called with a lock held, and never re-entered: what its thread asks for meanwhile, on
-    /// whatever device, asks no callbacks and never waits.
+    /// Adds a callback that is called when memory runs out, highest priority first. It may free,
+    /// and even allocate. It is called with no lock held, and never re-entered: requests that its
+    /// thread makes meanwhile, on any device, call no callbacks and never wait.
     pub fn on_shortage<F: Fn(&Plea) + Send + Sync + 'static>(
         &self,
         priority: i32,
@@ -26,30 +26,30 @@ impl<D: Driver> Engine<D> {
         })))
     }
 
-    /// As [`on_shortage`](Self::on_shortage), for a callback with a name, or one that several engines ask: it is not
-    /// called for two of them at once.
+    /// Like [`on_shortage`](Self::on_shortage), for a callback with a name, or one that several
+    /// engines share. It is not called for two of them at once.
     pub fn add_callback(&self, callback: Arc<Callback>) -> CallbackId {
         self.desk.callbacks.add(callback)
     }
 
-    /// Takes a callback away; false if it is gone already. One that runs now runs on.
+    /// Removes a callback; returns false if it was removed before. A call that is running goes on.
     pub fn remove_callback(&self, callback: CallbackId) -> bool {
         self.desk.callbacks.remove(callback)
     }
 
-    /// The latest shortages, oldest first.
+    /// Returns the receipts of the latest shortages, oldest first.
     #[must_use]
     pub fn receipts(&self) -> Vec<Arc<Receipt>> {
         self.desk.receipts.read()
     }
 
-    /// The receipt of this number, if it is still kept.
+    /// Returns the receipt with this number, if it is still kept.
     #[must_use]
     pub fn receipt(&self, number: u64) -> Option<Arc<Receipt>> {
         self.desk.receipts.read().into_iter().find(|receipt| receipt.number == number)
     }
 
-    /// Keeps so many receipts; 256 to begin with.
+    /// Sets how many receipts are kept. The default is 256.
     pub fn keep_receipts(&self, count: usize) {
         self.desk.receipts.keep(count);
     }
@@ -59,8 +59,8 @@ impl<D: Driver> Engine<D> {
         self.desk.receipts.listen(Arc::new(listener));
     }
 
-    /// Asks `explainer` for the stacks that tags stand for, in order, whenever a receipt has such: on the thread that
-    /// was short of memory, with no lock held.
+    /// Sets the function that returns the stack of each tag, in order. It is called for each
+    /// receipt with tags, on the thread that was short of memory, with no lock held.
     pub fn explain_tags(
         &self,
         explainer: impl Fn(&[Tag]) -> Vec<Vec<String>> + Send + Sync + 'static,
@@ -68,20 +68,20 @@ impl<D: Driver> Engine<D> {
         self.desk.receipts.explain_by(Arc::new(explainer));
     }
 
-    /// Makes allocations fail from now on, to test how a program takes it; `None` ends that. Calls of the
-    /// driver are made to fail by [`Injection::driver_faults`].
+    /// Makes allocations fail from now on, to test how a program handles it; `None` stops that.
+    /// [`Injection::driver_faults`] makes calls of the driver fail.
     pub fn inject(&self, injection: Option<Injection>) {
         let injection = injection.filter(Injection::fails_allocations);
         self.shared.lock().demand.inject(injection);
     }
 
-    /// How many requests wait for memory now.
+    /// Returns how many requests wait for memory now.
     #[must_use]
     pub fn waiting(&self) -> usize {
         self.shared.lock().demand.queue.len()
     }
 
-    /// How long requests have waited so far, on all engines that share this.
+    /// Returns how long requests have waited so far, on all engines that share this value.
     #[must_use]
     pub fn waited(&self) -> &Waited {
         &self.desk.waited

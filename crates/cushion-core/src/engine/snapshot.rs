@@ -1,4 +1,4 @@
-//! A snapshot: every segment and block at one moment, in plain structs for others to render.
+//! Snapshots: every segment and block at one moment, in plain structs for other code to render.
 
 use std::collections::BTreeMap;
 
@@ -13,35 +13,35 @@ use crate::ledger::change::Change;
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Snapshot {
-    /// Ranges with memory behind them, lowest address first.
+    /// Mapped ranges of addresses, lowest first.
     pub segments: Vec<SegmentFigures>,
     /// Bytes of physical memory held: plain segments, and each page once.
     pub reserved: u64,
 }
 
-/// One range of addresses with memory behind all of it. A segment that pages come and go behind is
-/// shown as one range per run of addresses that are mapped and not in use elsewhere.
+/// One range of addresses that is mapped completely. A segment of pages appears as one range for
+/// each contiguous part that is mapped and not in use elsewhere.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct SegmentFigures {
-    /// Where it begins.
+    /// Its start.
     pub address: u64,
     /// Its size.
     pub size: u64,
-    /// The stream it belongs to.
+    /// Its stream.
     pub stream: StreamId,
-    /// The pool it belongs to.
+    /// Its pool.
     pub pool: PoolId,
     /// Whether it serves small requests.
     pub small: bool,
-    /// Whether pages are behind it, rather than a plain allocation.
+    /// Whether it consists of pages, not of a plain allocation.
     pub paged: bool,
-    /// Whether it is at second addresses: its pages have their homes elsewhere, where what is in use here is left out,
-    /// so that every byte is shown once.
+    /// Whether it is a stitch: its pages have their homes elsewhere. Bytes in use here are left out
+    /// there, so that every byte appears once.
     pub stitched: bool,
-    /// Whether it is in host memory; the device's figures do not count it.
+    /// Whether it is in host memory, which the figures of the device do not count.
     pub spilled: bool,
-    /// The tag of the request it was made for.
+    /// The tag of the request that it was created for.
     pub tag: Tag,
     /// Its blocks, in address order.
     pub blocks: Vec<BlockFigures>,
@@ -51,31 +51,31 @@ pub struct SegmentFigures {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct BlockFigures {
-    /// Where it begins.
+    /// Its start.
     pub address: u64,
     /// Its size.
     pub size: u64,
-    /// What was last asked for.
+    /// The bytes of the latest request.
     pub requested: u64,
-    /// What it is used for.
+    /// Its state.
     pub use_: BlockUse,
     /// The tag of the request.
     pub tag: Tag,
 }
 
-/// What a block is used for.
+/// The state of a block in a snapshot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum BlockUse {
     /// Handed out.
     Live,
-    /// Given back, waiting for another stream.
+    /// Freed by its owner, waiting for another stream.
     Pending,
     /// Free.
     Free,
 }
 
 impl BlockUse {
-    /// The name PyTorch gives it.
+    /// Returns PyTorch's name of the state.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -86,7 +86,8 @@ impl BlockUse {
     }
 }
 
-/// What a block is used for; `None` if what is behind it, if anything, is shown elsewhere.
+/// Returns the state of a block; `None` if nothing is mapped there, or its memory appears
+/// elsewhere.
 fn use_of(block: &Block) -> Option<BlockUse> {
     match block.state {
         BlockState::Live => Some(BlockUse::Live),

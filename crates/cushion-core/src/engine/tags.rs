@@ -1,4 +1,4 @@
-//! Which tags are still referred to, for whoever keeps what they stand for.
+//! The tags in use, for a program that stores data behind tags.
 
 use super::Engine;
 use crate::base::names::Tag;
@@ -6,9 +6,10 @@ use crate::driver::Driver;
 use crate::heap::block::BlockState;
 
 impl<D: Driver> Engine<D> {
-    /// Calls `f` with every tag that is still referred to: by memory that is live or whose free is pending, by segments,
-    /// by the events kept, and by receipts, those in the making among them. A tag may come more than once. What a
-    /// request that is on its way was given is not among them until it is served or refused: who gave it knows it.
+    /// Calls `f` with every tag in use: by live or pending memory, by segments, by the history, and
+    /// by receipts, including unfinished ones. A tag may appear more than once. The tag of a
+    /// request that is under way is not included until the request is served or refused: its caller
+    /// knows it.
     ///
     /// `f` is called with the engine's lock held, and must not call the engine.
     pub fn tags_in_use(&self, mut f: impl FnMut(Tag)) {
@@ -20,7 +21,7 @@ impl<D: Driver> Engine<D> {
             blocks.for_each(|(_, block)| f(block.holder.tag));
             core.heap.segments().for_each(|(_, segment)| f(segment.tag));
             core.history.entries().for_each(|entry| f(entry.tag));
-            core.told_later.for_each(&mut f);
+            core.setup.told_later.for_each(&mut f);
         }
         for receipt in self.desk.receipts.read() {
             f(receipt.tag);
@@ -56,7 +57,7 @@ mod tests {
     fn a_tag_is_in_use_while_memory_or_history_has_it() {
         let engine = engine();
         let stream = StreamId(0);
-        // The first makes the segment.
+        // The first allocation creates the segment.
         let segment = engine.alloc_for(MIB, stream, Tag(1)).unwrap();
         let live = engine.alloc_for(4096, stream, Tag(2)).unwrap();
         let pending = engine.alloc_for(4096, stream, Tag(3)).unwrap();
@@ -76,7 +77,7 @@ mod tests {
     }
 
     #[test]
-    fn a_receipt_keeps_its_tags_and_so_does_one_in_the_making() {
+    fn receipts_filed_or_unfinished_keep_their_tags_in_use() {
         let engine = Arc::new(engine());
         let stream = StreamId(0);
         let first = engine.alloc_for(60 * MIB, stream, Tag(1)).unwrap();
@@ -85,7 +86,7 @@ mod tests {
             let gpu = gpu.upgrade().unwrap();
             gpu.free(first).unwrap();
             gpu.empty_cache().unwrap();
-            assert!(in_use(&gpu).contains(&1), "the receipt will tell who held it");
+            assert!(in_use(&gpu).contains(&1), "the receipt will name its owner");
         });
         let gpu = Arc::downgrade(&engine);
         engine.explain_tags(move |tags| {

@@ -1,7 +1,7 @@
 //! The block table: every block of every segment, linked to its neighbours.
 //!
-//! Blocks are kept outside the memory they describe, in a slab indexed by [`BlockId`]; the blocks
-//! of a segment tile it without gaps, in address order, through `prev` and `next`.
+//! Blocks are kept outside the memory that they describe, in a table indexed by [`BlockId`]. The
+//! blocks of a segment tile it without gaps, in address order, linked through `prev` and `next`.
 
 use super::pool::LaneId;
 use super::segment::SegmentId;
@@ -9,10 +9,10 @@ use crate::base::names::{Moment, Owner, Tag};
 use crate::base::table::{Id, Table};
 use crate::driver::StreamId;
 
-/// A block, by its place in the table.
+/// The index of a block in the table.
 pub(crate) type BlockId = Id<Block>;
 
-/// What a block is being used for.
+/// The state of a block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum BlockState {
     /// In the free index of its lane.
@@ -25,9 +25,9 @@ pub(crate) enum BlockState {
     Unmapped,
     /// A whole plain segment, or a page, on its way back to the driver. In no index.
     Detached,
-    /// Free at home, and in use through a stitch. In no index.
+    /// Free at home, in use through a stitch. In no index.
     Lent,
-    /// Addresses of a stitch that are not in use: what is behind them is at home. In no index.
+    /// Addresses of a stitch that are not in use: the pages behind them are at home. In no index.
     Shadow,
 }
 
@@ -43,11 +43,11 @@ pub(crate) struct Block {
     pub(crate) state: BlockState,
     /// The pool's search count when the block became free: its age for garbage collection.
     pub(crate) free_since: u64,
-    /// When the memory was last freed: the latest of all its bytes.
+    /// The latest moment at which any of its memory was freed.
     pub(crate) freed: Moment,
-    /// The streams beside its own that use it.
+    /// The streams other than its own that use it.
     pub(crate) users: Users,
-    /// The request that it serves; stale unless live or pending.
+    /// The request that it serves; stale unless the block is live or pending.
     pub(crate) holder: Holder,
 }
 
@@ -66,7 +66,7 @@ impl Holder {
     pub(crate) const NONE: Self = Self { requested: 0, tag: Tag::NONE, owner: Owner::NOBODY };
 }
 
-/// The streams beside its own that use a block. The streams' room says what they mean.
+/// The streams other than its own that use a block. The `streams` room defines their meaning.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Users {
     /// Events that must finish before the block is free; a wait for the device counts as one.
@@ -79,20 +79,21 @@ pub(crate) struct Users {
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Uses {
     pub(crate) streams: Vec<StreamId>,
-    /// Those of the streams that were recorded during a capture: they need no event once it has ended.
+    /// Those of the streams whose use was recorded during a capture. They need no event once it has
+    /// ended.
     pub(crate) in_capture: Vec<StreamId>,
-    /// Those of the streams that the engine named and not the program: the program may have destroyed them before the
-    /// free.
+    /// Those of the streams that the engine named, not the program. The program may have destroyed
+    /// them before the free.
     pub(crate) ours: Vec<StreamId>,
 }
 
 impl Users {
-    /// Whether another stream may use the block.
+    /// Returns whether no other stream may use the block.
     pub(crate) fn are_none(&self) -> bool {
         self.events == 0 && self.uses.is_none()
     }
 
-    /// Streams whose use of the block has no event yet.
+    /// Returns the streams whose use of the block has no event yet.
     pub(crate) fn without_event(&self) -> &[StreamId] {
         self.uses.as_ref().map_or(&[], |uses| &uses.streams)
     }
@@ -103,7 +104,7 @@ impl Block {
         self.address + self.size
     }
 
-    /// Whether the segment has other blocks too.
+    /// Returns whether its segment has other blocks, too.
     pub(crate) fn is_split(&self) -> bool {
         self.prev.is_some() || self.next.is_some()
     }
@@ -121,8 +122,8 @@ impl Block {
 pub(crate) type BlockTable = Table<Block>;
 
 impl BlockTable {
-    /// Cuts the first `size` bytes off a block into a new block before it, and returns that one.
-    /// The block cut from keeps its identity, its state and the rest.
+    /// Cuts the first `size` bytes off a block into a new block before it, and returns the new
+    /// block. The old block keeps its id, its state and the rest.
     pub(super) fn split_front(&mut self, id: BlockId, size: u64, state: BlockState) -> BlockId {
         let rest = &mut self[id];
         debug_assert!(size < rest.size, "a split leaves two blocks");
@@ -146,7 +147,7 @@ impl BlockTable {
         front
     }
 
-    /// Cuts a block to its first `keep` bytes; the rest becomes a new block after it, in the same
+    /// Cuts a block to its first `keep` bytes. The rest becomes a new block after it, in the same
     /// state, and is returned.
     pub(super) fn split_back(&mut self, id: BlockId, keep: u64) -> BlockId {
         let front = &mut self[id];
@@ -169,8 +170,8 @@ impl BlockTable {
         back
     }
 
-    /// Cuts a block to `start..end`; what is before and after it become blocks of their own, in the same state, and are
-    /// returned.
+    /// Cuts a block to `start..end`. The bytes before and after become blocks of their own, in the
+    /// same state, and are returned.
     pub(super) fn cut(&mut self, id: BlockId, start: u64, end: u64) -> [Option<BlockId>; 2] {
         let (address, after, state) = (self[id].address, self[id].end(), self[id].state);
         let before = (address < start).then(|| self.split_front(id, start - address, state));
@@ -178,7 +179,7 @@ impl BlockTable {
         [before, behind]
     }
 
-    /// Lets `into` swallow its neighbour `other`, which leaves the table.
+    /// Merges the neighbour `other` into `into` and removes it from the table.
     pub(super) fn absorb(&mut self, into: BlockId, other: BlockId) -> Block {
         let gone = self.remove(other);
         if self[into].prev == Some(other) {

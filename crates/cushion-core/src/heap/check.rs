@@ -1,4 +1,4 @@
-//! The heap's part of the invariant check.
+//! The heap's share of the invariant check.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -12,7 +12,8 @@ use crate::base::check::{Violation, ensure};
 pub(crate) type Chains = BTreeMap<SegmentId, Vec<BlockId>>;
 
 impl Heap {
-    /// Checks blocks, segments, lanes and live addresses against each other; returns the blocks of each segment.
+    /// Checks blocks, segments, lanes and live addresses against each other. Returns the blocks of
+    /// each segment.
     pub(crate) fn check(&self) -> Result<Chains, Violation> {
         let chains = self.check_chains()?;
         self.check_segments(&chains)?;
@@ -50,7 +51,8 @@ impl Heap {
         Ok(chains)
     }
 
-    /// Every segment has one chain, which covers it exactly. Lanes count their segments and addresses.
+    /// Every segment has one chain, which covers it exactly. Lanes count their segments and
+    /// addresses.
     fn check_segments(&self, chains: &Chains) -> Result<(), Violation> {
         let mut held: BTreeMap<LaneId, (u32, u64)> = BTreeMap::new();
         let mut ranges = BTreeMap::new();
@@ -149,7 +151,7 @@ impl Heap {
         Ok(())
     }
 
-    /// The address map holds the live blocks, and blocks that nobody holds have no users.
+    /// The address map holds exactly the live blocks, and blocks without an owner have no users.
     fn check_live(&self) -> Result<(), Violation> {
         let mut live = 0_usize;
         for (id, block) in self.blocks.iter() {

@@ -1,11 +1,13 @@
-//! Cutting blocks, merging them with their neighbours, and moving them between the states that a block can be in.
+//! Cutting and merging blocks, and changing their state.
 
 use std::ops::Range;
 
-use super::Heap;
-use super::block::{BlockId, BlockState, Holder};
+use super::block::{BlockId, BlockState, BlockTable, Holder};
+use super::pool::LaneId;
+use super::segment::Kind;
+use super::{Heap, Lane};
 use crate::base::names::Moment;
-use crate::ledger::change::{Held, Splits};
+use crate::ledger::change::{Held, Span, Splits};
 
 /// A block that was handed out.
 #[derive(Debug, Clone, Copy)]
@@ -24,23 +26,25 @@ pub(crate) struct Freed {
 impl Heap {
     // ---- handing out and freeing ----
 
-    /// Hands out a free block: its first `size` bytes if it is to be split, else all of it.
+    /// Hands out a free block: its first `size` bytes if `splits`, else all of it.
+    #[expect(clippy::inline_always, reason = "the result stays in registers")]
+    #[inline(always)]
     pub(crate) fn take(&mut self, id: BlockId, size: u64, splits: bool, holder: Holder) -> Taken {
-        let block = &self.blocks[id];
-        let (lane, address, whole) = (block.lane, block.address, block.size);
+        let Self { blocks, segments, pools, live, .. } = self;
+        let block = &blocks[id];
+        let (lane_id, address, whole) = (block.lane, block.address, block.size);
         let was_split = block.is_split();
-        let plain = self.segments[block.segment].is_plain();
-        let Self { blocks, pools, .. } = &mut *self;
-        let pool = &mut pools[lane.pool];
-        let searches = pool.searches;
-        let at = pool.lane_mut(lane.stream);
-        at.remove_free(whole, address);
+        let plain = segments[block.segment].is_plain();
+        let pool = &mut pools[lane_id.pool];
+        let (searches, place) = (pool.searches, pool.place(lane_id));
+        let lane = pool.lane_mut(lane_id.stream);
+        lane.remove_free(whole, address);
         let mut change = Splits::default();
         let id = if splits {
             let front = blocks.split_front(id, size, BlockState::Live);
             let rest = &mut blocks[id];
             rest.free_since = searches;
-            at.insert_free(rest.size, rest.address, id);
+            lane.insert_free(rest.size, rest.address, id);
             if plain && was_split {
                 change.bytes = -size.cast_signed();
             } else if plain {
@@ -56,40 +60,50 @@ impl Heap {
         let block = &mut blocks[id];
         block.state = BlockState::Live;
         block.holder = holder;
-        let size = block.size;
-        at.activated(address, size);
-        at.mark(whole, address..address + size);
-        self.live.insert(address, id);
-        Taken { held: self.held(id), splits: change }
+        let bytes = block.size;
+        lane.activated(address, bytes);
+        lane.mark(whole, address..address + bytes);
+        live.insert(address, id);
+        let Holder { requested, tag, .. } = holder;
+        let held = Held { span: Span { address, bytes, place }, requested, tag };
+        Taken { held, splits: change }
     }
 
-    /// Takes a block back from its owner: it is pending. `None` if no live block begins at the address.
-    pub(crate) fn end_life(&mut self, address: u64) -> Option<BlockId> {
+    /// Makes the live block at an address pending. Returns `None` if no live block begins there.
+    pub(crate) fn begin_free(&mut self, address: u64) -> Option<BlockId> {
         let id = self.live.remove(&address)?;
         self.blocks[id].state = BlockState::Pending;
         Some(id)
     }
 
-    /// A pending block is free, and merges with its neighbours.
-    pub(crate) fn complete_free(&mut self, id: BlockId, freed: Moment) -> Freed {
-        let held = self.held(id);
-        let block = &mut self.blocks[id];
+    /// Makes a pending block of a segment of this kind free, and merges it with its neighbours.
+    #[expect(clippy::inline_always, reason = "the result stays in registers")]
+    #[inline(always)]
+    pub(crate) fn complete_free(&mut self, id: BlockId, kind: Kind, freed: Moment) -> Freed {
+        let Self { blocks, pools, .. } = self;
+        let block = &mut blocks[id];
         debug_assert!(block.state == BlockState::Pending && block.users.are_none());
         block.freed = freed;
-        let is_plain = self.segments[block.segment].is_plain();
-        let merged = self.merge_free(id);
+        let (address, bytes) = (block.address, block.size);
+        let Holder { requested, tag, .. } = block.holder;
+        let pool = &mut pools[block.lane.pool];
+        let (searches, place) = (pool.searches, pool.place(block.lane));
+        let lane = pool.lane_mut(block.lane.stream);
+        let merged = merge_in_lane(blocks, lane, id, searches);
+        lane.deactivated(address, bytes);
         let mut splits = Splits::default();
-        if is_plain {
-            let block = &self.blocks[id];
+        if kind == Kind::Plain {
+            let block = &blocks[id];
             let (count, bytes) = if block.is_split() { (1, block.size) } else { (0, 0) };
             splits.blocks = count - merged.0;
             splits.bytes = bytes.cast_signed() - merged.1.cast_signed();
         }
-        self.deactivate(&held, id);
+        let held = Held { span: Span { address, bytes, place }, requested, tag };
         Freed { held, splits }
     }
 
-    /// A pending block of a stitch is free: it becomes a shadow, with all other addresses of its segment.
+    /// Completes the free of a block of a stitch: it becomes a shadow, together with all other
+    /// addresses of its segment.
     pub(crate) fn complete_free_of_stitch(&mut self, id: BlockId, freed: Moment) -> Freed {
         let held = self.held(id);
         self.blocks[id].freed = freed;
@@ -101,7 +115,7 @@ impl Heap {
         Freed { held, splits: Splits::default() }
     }
 
-    /// A pending block of host memory is free: nobody gets it again.
+    /// Completes the free of a block in host memory, which is never reused.
     pub(crate) fn complete_free_on_host(&mut self, id: BlockId) -> Freed {
         let held = self.held(id);
         self.deactivate(&held, id);
@@ -115,7 +129,8 @@ impl Heap {
 
     // ---- cutting ----
 
-    /// Takes `start..end` of a free block, which keeps the block's identity, out of its lane. The rest stays free.
+    /// Takes `start..end` of a free block out of its lane. These bytes keep the block's id; the
+    /// rest stays free.
     pub(crate) fn cut_free(&mut self, id: BlockId, start: u64, end: u64) {
         let Self { blocks, pools, .. } = self;
         let block = &blocks[id];
@@ -131,13 +146,13 @@ impl Heap {
         }
     }
 
-    /// Cuts a free block to `start..end`, which stays free; so does the rest.
+    /// Cuts a free block at `start` and `end`. All parts stay free.
     pub(crate) fn cut_within_lane(&mut self, id: BlockId, start: u64, end: u64) {
         self.cut_free(id, start, end);
         self.insert_free(id);
     }
 
-    /// Takes `start..end` of a free block out of its lane: those bytes are in use through a stitch.
+    /// Takes `start..end` of a free block out of its lane, for use through a stitch.
     pub(crate) fn lend(&mut self, id: BlockId, start: u64, end: u64) {
         self.cut_free(id, start, end);
         self.blocks[id].state = BlockState::Lent;
@@ -150,13 +165,13 @@ impl Heap {
         self.insert_free(id);
     }
 
-    /// Takes `start..end` of a free block out of its lane: those bytes are on their way back to the driver.
+    /// Takes `start..end` of a free block out of its lane, to give it back to the driver.
     pub(crate) fn detach(&mut self, id: BlockId, start: u64, end: u64) {
         self.cut_free(id, start, end);
         self.blocks[id].state = BlockState::Detached;
     }
 
-    /// Takes a whole free block out of its lane: it is on its way back to the driver.
+    /// Takes a whole free block out of its lane, to give it back to the driver.
     pub(crate) fn detach_whole(&mut self, id: BlockId) {
         let block = &mut self.blocks[id];
         debug_assert!(block.is_free() && !block.is_split());
@@ -165,7 +180,7 @@ impl Heap {
         self.lane_mut(lane).remove_free(size, address);
     }
 
-    /// A detached block is a free block of its lane again, and does not merge yet.
+    /// Returns a detached block to its lane as a free block, without merging it.
     pub(crate) fn attach(&mut self, id: BlockId) {
         debug_assert_eq!(self.blocks[id].state, BlockState::Detached);
         self.insert_free(id);
@@ -181,7 +196,7 @@ impl Heap {
 
     // ---- mapping ----
 
-    /// Pages were mapped behind the first `bytes` bytes of an unmapped block: they are free, and merge.
+    /// Marks the first `bytes` bytes of an unmapped block as mapped: they become free, and merge.
     pub(crate) fn mark_mapped(&mut self, id: BlockId, bytes: u64) {
         let Self { blocks, pools, .. } = self;
         let block = &blocks[id];
@@ -197,20 +212,21 @@ impl Heap {
         self.merge_free(id);
     }
 
-    /// The pages behind `start..end` of a free block are gone: that is an unmapped block, which keeps the block's
-    /// identity.
+    /// Marks `start..end` of a free block as unmapped. These bytes keep the block's id.
     pub(crate) fn mark_unmapped(&mut self, id: BlockId, start: u64, end: u64) {
         self.cut_free(id, start, end);
-        self.blocks[id].state = BlockState::Unmapped;
-        let (prev, next) = (self.blocks[id].prev, self.blocks[id].next);
-        for neighbour in [prev, next].into_iter().flatten() {
-            self.try_merge(id, neighbour, BlockState::Unmapped);
+        let Self { blocks, pools, .. } = self;
+        let block = &mut blocks[id];
+        block.state = BlockState::Unmapped;
+        let neighbours = [block.prev, block.next];
+        let lane = pools[block.lane.pool].lane_mut(block.lane.stream);
+        for neighbour in neighbours.into_iter().flatten() {
+            try_merge(blocks, lane, id, neighbour, BlockState::Unmapped);
         }
-        let (lane, address) = (self.blocks[id].lane, self.blocks[id].address);
-        self.lane_mut(lane).insert_unmapped(address, id);
+        lane.insert_unmapped(blocks[id].address, id);
     }
 
-    /// Cuts an unmapped block in two at `address`; it keeps the part from there on.
+    /// Cuts an unmapped block in two at `address`. The part from `address` on keeps its id.
     pub(crate) fn split_unmapped(&mut self, id: BlockId, address: u64) {
         let (lane, low) = (self.blocks[id].lane, self.blocks[id].address);
         if address > low {
@@ -224,56 +240,83 @@ impl Heap {
 
     // ---- merging ----
 
-    /// A block that is in no index becomes free and merges with its neighbours. Returns how many merged, and their
-    /// bytes.
-    pub(crate) fn merge_free(&mut self, id: BlockId) -> (i64, u64) {
-        let block = &self.blocks[id];
-        let freed = block.address..block.end();
-        let mut merged = (0, 0);
-        for neighbour in [block.prev, block.next].into_iter().flatten() {
-            if let Some(bytes) = self.try_merge(id, neighbour, BlockState::Free) {
-                merged = (merged.0 + 1, merged.1 + bytes);
-            }
-        }
-        self.put_free(id, freed);
-        merged
-    }
-
-    /// Merges the neighbour into `into`, if the neighbour is in `state`; returns its bytes. `into` is in no index at
-    /// that moment.
-    fn try_merge(&mut self, into: BlockId, neighbour: BlockId, state: BlockState) -> Option<u64> {
-        let other = &self.blocks[neighbour];
-        if other.state != state {
-            return None;
-        }
-        let (size, address, lane) = (other.size, other.address, other.lane);
-        let lane = self.lane_mut(lane);
-        match state {
-            BlockState::Free => lane.remove_free(size, address),
-            BlockState::Unmapped => lane.remove_unmapped(address),
-            _ => unreachable!("only idle blocks merge"),
-        }
-        self.blocks.absorb(into, neighbour);
-        Some(size)
-    }
-
-    /// Puts a block into the free index of its lane.
-    pub(super) fn insert_free(&mut self, id: BlockId) {
-        let block = &self.blocks[id];
-        self.put_free(id, block.address..block.end());
-    }
-
-    /// Puts a block, of which only `freed` was not free before, into the free index of its lane.
-    #[expect(clippy::inline_always, reason = "one call in a free fewer")]
-    #[inline(always)]
-    fn put_free(&mut self, id: BlockId, freed: Range<u64>) {
+    /// Makes a block that is in no index free, and merges it with its neighbours.
+    pub(crate) fn merge_free(&mut self, id: BlockId) {
         let Self { blocks, pools, .. } = self;
-        let block = &mut blocks[id];
-        let pool = &mut pools[block.lane.pool];
-        block.state = BlockState::Free;
-        block.free_since = pool.searches;
-        let lane = pool.lane_mut(block.lane.stream);
-        lane.insert_free(block.size, block.address, id);
-        lane.mark(block.size, freed);
+        let LaneId { pool, stream } = blocks[id].lane;
+        let pool = &mut pools[pool];
+        let searches = pool.searches;
+        merge_in_lane(blocks, pool.lane_mut(stream), id, searches);
     }
+
+    /// Adds a block to the free index of its lane.
+    pub(super) fn insert_free(&mut self, id: BlockId) {
+        let Self { blocks, pools, .. } = self;
+        let block = &blocks[id];
+        let freed = block.address..block.end();
+        let pool = &mut pools[block.lane.pool];
+        let searches = pool.searches;
+        put_free(blocks, pool.lane_mut(block.lane.stream), id, searches, freed);
+    }
+}
+
+/// Makes a block that is in no index free, and merges it with its neighbours, which are all of one
+/// lane. Returns how many neighbours merged, and their bytes.
+#[inline]
+fn merge_in_lane(
+    blocks: &mut BlockTable,
+    lane: &mut Lane,
+    id: BlockId,
+    searches: u64,
+) -> (i64, u64) {
+    let block = &blocks[id];
+    let freed = block.address..block.end();
+    let mut merged = (0, 0);
+    for neighbour in [block.prev, block.next].into_iter().flatten() {
+        if let Some(bytes) = try_merge(blocks, lane, id, neighbour, BlockState::Free) {
+            merged = (merged.0 + 1, merged.1 + bytes);
+        }
+    }
+    put_free(blocks, lane, id, searches, freed);
+    merged
+}
+
+/// Merges the neighbour into `into`, if the neighbour is in `state`; returns its bytes. `into` must
+/// be in no index.
+fn try_merge(
+    blocks: &mut BlockTable,
+    lane: &mut Lane,
+    into: BlockId,
+    neighbour: BlockId,
+    state: BlockState,
+) -> Option<u64> {
+    let other = &blocks[neighbour];
+    if other.state != state {
+        return None;
+    }
+    let (size, address) = (other.size, other.address);
+    match state {
+        BlockState::Free => lane.remove_free(size, address),
+        BlockState::Unmapped => lane.remove_unmapped(address),
+        _ => unreachable!("only idle blocks merge"),
+    }
+    blocks.absorb(into, neighbour);
+    Some(size)
+}
+
+/// Adds a block, of which only `freed` was not free before, to the free index of its lane.
+#[expect(clippy::inline_always, reason = "saves a call in every free")]
+#[inline(always)]
+fn put_free(
+    blocks: &mut BlockTable,
+    lane: &mut Lane,
+    id: BlockId,
+    searches: u64,
+    freed: Range<u64>,
+) {
+    let block = &mut blocks[id];
+    block.state = BlockState::Free;
+    block.free_since = searches;
+    lane.insert_free(block.size, block.address, id);
+    lane.mark(block.size, freed);
 }

@@ -1,7 +1,8 @@
-//! Which addresses of a lane changed since the policy last looked at them. A pure data structure.
+//! The addresses of a lane that changed since the policy last looked at them. A pure data
+//! structure.
 //!
-//! A hit and a free only mark the addresses that they change, a few bits each. The policy looks at the marked addresses
-//! when it needs to know, each once, however often they changed.
+//! A hit and a free only mark the addresses that they change, a few bits each. The policy looks at
+//! the marked addresses when it needs to, each once, however often they changed.
 
 use std::ops::Range;
 
@@ -16,23 +17,23 @@ struct Area {
     changed: Marks,
 }
 
-/// Addresses to look at.
+/// Addresses that the policy must look at.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Changed {
-    /// Some of these became free or are no longer free, or have other pages.
+    /// Some of these became free, are no longer free, or have other pages.
     Here(Range<u64>),
-    /// The segment with these addresses was removed. Another lane may have them by now.
+    /// The segment with these addresses was removed. Another lane may own them by now.
     Gone(Range<u64>),
 }
 
-/// What changed in the segments of one lane.
+/// The changes in the segments of one lane.
 #[derive(Debug, Default)]
 pub(crate) struct Dirty {
     /// Lowest first.
     areas: Vec<Area>,
     /// Addresses that are all marked: a change within them needs no look-up.
     marked: Range<u64>,
-    /// Removed areas that were not looked at since.
+    /// Removed segments that the policy has not looked at since.
     gone: Vec<Range<u64>>,
 }
 
@@ -59,7 +60,7 @@ impl Dirty {
         }
     }
 
-    /// Marks addresses. Those of segments that are not known are left out.
+    /// Marks addresses, unless their segment is unknown.
     #[inline]
     pub(crate) fn mark(&mut self, addresses: Range<u64>) {
         // Usually they are marked already: the same memory is handed out again and again.
@@ -75,7 +76,7 @@ impl Dirty {
         }
     }
 
-    /// The next addresses to look at, which are no longer marked then.
+    /// Returns the next addresses to look at, and unmarks them.
     pub(crate) fn take(&mut self) -> Option<Changed> {
         if let Some(gone) = self.gone.pop() {
             return Some(Changed::Gone(gone));
@@ -84,14 +85,14 @@ impl Dirty {
         self.areas.iter_mut().find_map(|area| area.changed.take()).map(Changed::Here)
     }
 
-    /// Whether anything of a range that is not empty is marked or gone.
+    /// Returns whether any address of a range is marked or removed. The range must not be empty.
     pub(crate) fn any(&self, range: &Range<u64>) -> bool {
         let here = self.place_of(range.start);
         here.is_some_and(|place| self.areas[place].changed.any(range.clone()))
             || self.gone.iter().any(|gone| gone.contains(&range.start))
     }
 
-    /// The segment that an address lies in.
+    /// Returns the segment that contains an address.
     pub(crate) fn segment_at(&self, address: u64) -> Option<SegmentId> {
         self.place_of(address).map(|place| self.areas[place].segment)
     }

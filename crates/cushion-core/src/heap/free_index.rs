@@ -1,24 +1,24 @@
-//! The free blocks of one lane, in order of size and address: a pure data structure, no policy.
+//! The free blocks of one lane, ordered by size and address: a pure data structure, without policy.
 //!
-//! A sorted sequence cut into chunks, with the bounds between them kept apart. A look-up is two
-//! binary searches over memory that lies together, an insertion moves half a chunk at most, and chunks
-//! are split, joined and recycled with enough slack that a program in its stride takes nothing from the
-//! heap. (The standard library's B-tree took a node for one allocation in ten.)
+//! It is a sorted sequence cut into chunks, with the bounds between chunks in a separate array. A
+//! look-up is two binary searches over contiguous memory. An insertion moves half a chunk at most.
+//! Chunks are split, joined and recycled with enough slack that a program in a steady state
+//! allocates no host memory here. (The standard library's B-tree allocated a node for one
+//! allocation in ten.)
 
 use super::block::BlockId;
 
-/// A chunk is split when it is full,
+/// A chunk of this length is split.
 const FULL: usize = 32;
-/// and joined with its neighbour when it has fallen below this
+/// A chunk shorter than this is joined with a neighbour,
 const SPARSE: usize = 6;
-/// and the two together stay below this.
+/// if both together are shorter than this.
 const JOINED: usize = 20;
 
-/// How many emptied chunks are kept.
+/// How many emptied chunks are kept for reuse.
 const SPARES: usize = 8;
 
-/// Where a block stands in the order: size, then address, in one number, which compares without a
-/// branch.
+/// The sort key of a block: size, then address, in one number that compares without a branch.
 type Key = u128;
 
 fn key(size: u64, address: u64) -> Key {
@@ -41,22 +41,23 @@ impl Entry {
 /// Free blocks by size, then address.
 #[derive(Debug, Default)]
 pub(crate) struct FreeIndex {
-    /// No key of a chunk is above its bound, and every key of the next is. The last is [`Key`]'s
-    /// largest.
+    /// The upper bound of each chunk: no key of the chunk is above it, and every key of the next
+    /// chunk is. The last bound is [`Key::MAX`].
     bounds: Vec<Key>,
-    /// As many as bounds. One may be empty.
+    /// As many as `bounds`. One of them may be empty.
     chunks: Vec<Vec<Entry>>,
     /// Emptied chunks, for the next split.
     spare: Vec<Vec<Entry>>,
 }
 
 impl FreeIndex {
-    /// Adds a block; false if one with the same size and address is there.
+    /// Adds a block; returns false if one with the same size and address is present.
     pub(crate) fn insert(&mut self, size: u64, address: u64, id: BlockId) -> bool {
         let entry = Entry { size, address, id };
         let chunk = self.chunk_of(entry.key());
         let Some(entries) = self.chunks.get_mut(chunk) else {
-            // The first ever. Of thousands of streams, most have few free blocks: it takes no more than it needs.
+            // The first block. Most of thousands of streams have few free blocks, so the first
+            // chunk has no slack.
             self.bounds = vec![Key::MAX];
             self.chunks = vec![vec![entry]];
             return true;
@@ -71,7 +72,7 @@ impl FreeIndex {
         true
     }
 
-    /// Takes a block out; false if it is not there.
+    /// Removes a block; returns false if it is not present.
     pub(crate) fn remove(&mut self, size: u64, address: u64) -> bool {
         let key = key(size, address);
         let chunk = self.chunk_of(key);
@@ -96,7 +97,7 @@ impl FreeIndex {
         self.chunks.insert(chunk + 1, upper);
     }
 
-    /// A chunk has become sparse: joins it with a neighbour, if there is room.
+    /// Joins a sparse chunk with a neighbour, if there is room.
     #[cold]
     fn thin(&mut self, chunk: usize) {
         let len = self.chunks[chunk].len();
@@ -123,7 +124,7 @@ impl FreeIndex {
         }
     }
 
-    /// Blocks of at least `size` bytes, smallest first.
+    /// Returns the blocks of at least `size` bytes, smallest first.
     pub(crate) fn at_least(&self, size: u64) -> impl Iterator<Item = BlockId> {
         let (chunk, place) = self.place_of(size);
         let first = self.chunks.get(chunk).map_or(&[][..], |entries| &entries[place..]);
@@ -131,7 +132,7 @@ impl FreeIndex {
         first.iter().chain(rest.iter().flatten()).map(|entry| entry.id)
     }
 
-    /// Blocks smaller than `size` bytes, largest first.
+    /// Returns the blocks smaller than `size` bytes, largest first.
     pub(crate) fn smaller_than(&self, size: u64) -> impl Iterator<Item = BlockId> {
         let (chunk, place) = self.place_of(size);
         let last = self.chunks.get(chunk).map_or(&[][..], |entries| &entries[..place]);
@@ -139,12 +140,12 @@ impl FreeIndex {
         last.iter().rev().chain(rest.iter().flatten().rev()).map(|entry| entry.id)
     }
 
-    /// All blocks with their size and address, smallest first.
+    /// Returns all blocks with their size and address, smallest first.
     pub(crate) fn iter(&self) -> impl Iterator<Item = (u64, u64, BlockId)> {
         self.chunks.iter().flatten().map(|entry| (entry.size, entry.address, entry.id))
     }
 
-    /// Gives back what was needed for more blocks than there are.
+    /// Shrinks the arrays to their contents.
     pub(crate) fn shrink(&mut self) {
         let chunks = self.chunks.len();
         if self.chunks.capacity() / 4 > chunks.max(SPARES) {
@@ -153,7 +154,7 @@ impl FreeIndex {
         }
     }
 
-    /// The size of the largest block; 0 if there is none.
+    /// Returns the size of the largest block; 0 if there is none.
     pub(crate) fn largest(&self) -> u64 {
         self.chunks.iter().rev().find_map(|entries| entries.last()).map_or(0, |entry| entry.size)
     }
@@ -162,13 +163,13 @@ impl FreeIndex {
         self.chunks.iter().all(Vec::is_empty)
     }
 
-    /// The chunk that has, or would have, `key`.
+    /// Returns the chunk that has, or would have, `key`.
     fn chunk_of(&self, key: Key) -> usize {
         self.bounds.partition_point(|bound| *bound < key)
     }
 
-    /// Where the first block of at least `size` bytes is, if it is in this chunk: the chunk, and its
-    /// place in that.
+    /// Returns the position of the first block of at least `size` bytes, if that is in this chunk:
+    /// the chunk, and the index in it.
     fn place_of(&self, size: u64) -> (usize, usize) {
         let chunk = self.chunk_of(key(size, 0));
         let place = self
@@ -188,9 +189,9 @@ mod tests {
     use super::*;
 
     proptest! {
-        /// The same answers as the standard library's ordered map, whatever happens.
+        /// It gives the same answers as the standard library's ordered map.
         #[test]
-        fn it_is_an_ordered_map(
+        fn it_behaves_like_an_ordered_map(
             steps in prop::collection::vec((any::<bool>(), 0_u64..40, 0_u64..60), 1..1500)
         ) {
             let mut index = FreeIndex::default();

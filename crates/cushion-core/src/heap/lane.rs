@@ -14,27 +14,28 @@ use super::free_index::FreeIndex;
 use super::segment::SegmentId;
 use crate::ledger::lanes::LaneStats;
 
-/// What a policy keeps about one lane. It goes with the lane.
+/// The notes of a policy on one lane. They are dropped with the lane.
 pub(crate) type Notes = Box<dyn Any + Send>;
 
 /// The blocks of one pool on one stream.
 #[derive(Debug)]
 pub(crate) struct Lane {
-    /// By size, then address: the first that is large enough is the best fit.
+    /// By size, then address: the first block that is large enough is the best fit.
     free: FreeIndex,
-    /// Free blocks by address, for policies that ask for it.
+    /// Free blocks by address, for policies that need it.
     by_address: Option<Box<ByAddress>>,
     /// Unmapped blocks by address.
     unmapped: BTreeMap<u64, BlockId>,
-    /// Segments of the lane that are still held: with the last, the lane goes.
+    /// Segments of the lane that are held. The lane is removed with the last one.
     segments: u32,
-    /// Addresses of those segments that pages come and go behind.
+    /// Bytes of addresses in segments behind which pages are mapped and unmapped.
     addresses: u64,
-    /// How often a block joined or left one of the indexes above.
+    /// How often a block was added to or removed from one of the indexes above.
     changes: u64,
     /// XOR of hashes of live (address, size) pairs.
     fingerprint: u64,
-    /// Whether the program uses its blocks on other streams, so that it and they run side by side.
+    /// Whether the program uses its blocks on other streams, so that these streams run beside its
+    /// own.
     is_shared: bool,
     notes: Option<Notes>,
     stats: Arc<LaneStats>,
@@ -43,9 +44,9 @@ pub(crate) struct Lane {
 /// Free blocks by address.
 #[derive(Debug)]
 struct ByAddress {
-    /// Smaller blocks are left out.
+    /// Smaller blocks are not in this index.
     least: u64,
-    /// By address and size: the address comes first here.
+    /// The address takes the place of the size here, and the size that of the address.
     free: FreeIndex,
     dirty: Dirty,
 }
@@ -68,50 +69,50 @@ impl Lane {
 
     // ---- looking ----
 
-    /// Free blocks, by size and address.
+    /// Returns the free blocks, by size and address.
     pub(crate) fn free(&self) -> &FreeIndex {
         &self.free
     }
 
-    /// The last free block that begins at or before `address`, in a lane that is indexed by address. It may end before
-    /// the address.
+    /// Returns the last free block that begins at or before `address`, in a lane that is indexed by
+    /// address. The block may end before `address`.
     pub(crate) fn free_at(&self, address: u64) -> Option<BlockId> {
-        // The address comes first in this index: what is smaller begins before it.
+        // This index has addresses in the place of sizes: `smaller_than` compares addresses.
         self.by_address.as_ref()?.free.smaller_than(address + 1).next()
     }
 
-    /// All unmapped blocks, lowest address first.
+    /// Returns all unmapped blocks, lowest address first.
     pub(crate) fn unmapped(&self) -> impl Iterator<Item = (u64, BlockId)> {
         self.unmapped.iter().map(|(&address, &id)| (address, id))
     }
 
-    /// The unmapped block that begins at `address`, or else the last one before it.
+    /// Returns the unmapped block that begins at `address`, or else the last one before it.
     pub(crate) fn unmapped_at(&self, address: u64) -> Option<BlockId> {
         self.unmapped.range(..=address).next_back().map(|(_, &id)| id)
     }
 
-    /// Segments of the lane that are still held.
+    /// Returns how many segments of the lane are held.
     pub(crate) fn segments(&self) -> u32 {
         self.segments
     }
 
-    /// Addresses of the segments that pages come and go behind.
+    /// Returns the bytes of addresses in segments behind which pages are mapped and unmapped.
     pub(crate) fn addresses(&self) -> u64 {
         self.addresses
     }
 
-    /// How often a block joined or left an index: what was found out about free and unmapped blocks holds as long as
-    /// this is the same.
+    /// Returns how often an index changed. What was found out about free and unmapped blocks is
+    /// valid while this is unchanged.
     pub(crate) fn changes(&self) -> u64 {
         self.changes
     }
 
-    /// XOR of hashes of live (address, size) pairs.
+    /// Returns the XOR of hashes of live (address, size) pairs.
     pub(crate) fn fingerprint(&self) -> u64 {
         self.fingerprint
     }
 
-    /// Whether the program uses its blocks on other streams.
+    /// Returns whether the program uses its blocks on other streams.
     pub(crate) fn is_shared(&self) -> bool {
         self.is_shared
     }
@@ -120,17 +121,17 @@ impl Lane {
         &self.stats
     }
 
-    /// What the policy keeps about this lane.
+    /// Returns the policy's notes on this lane.
     pub(crate) fn notes<T: Any>(&self) -> Option<&T> {
         self.notes.as_ref()?.downcast_ref()
     }
 
-    /// The segment that an address lies in, in a lane that is indexed by address.
+    /// Returns the segment that contains an address, in a lane that is indexed by address.
     pub(crate) fn segment_at(&self, address: u64) -> Option<SegmentId> {
         self.by_address.as_ref()?.dirty.segment_at(address)
     }
 
-    /// What changed since the policy last looked, in a lane that is indexed by address.
+    /// Returns the changes since the policy last looked, in a lane that is indexed by address.
     pub(crate) fn dirty(&self) -> Option<&Dirty> {
         self.by_address.as_ref().map(|by_address| &by_address.dirty)
     }
@@ -161,7 +162,7 @@ impl Lane {
         self.stats.taken(size, || self.free.largest());
     }
 
-    /// The index by address, if a block of this size is in it.
+    /// Returns the index by address, if it covers blocks of this size.
     fn by_address(&mut self, size: u64) -> Option<&mut FreeIndex> {
         let by_address = self.by_address.as_mut()?;
         (size >= by_address.least).then_some(&mut by_address.free)
@@ -179,8 +180,8 @@ impl Lane {
         self.changes += 1;
     }
 
-    /// Indexes free blocks of at least `least` bytes by address from now on, and marks changes in the segment with these
-    /// addresses, by units of `unit` bytes.
+    /// From now on, indexes free blocks of at least `least` bytes by address, and marks changes at
+    /// the addresses of this segment by units of `unit` bytes.
     pub(super) fn index_by_address(
         &mut self,
         addresses: Range<u64>,
@@ -198,14 +199,15 @@ impl Lane {
         by_address.dirty.add(addresses, segment, unit);
     }
 
-    /// Pages are about to be mapped at these addresses.
+    /// Makes room for marks at these addresses, before pages are mapped there.
     pub(super) fn reach(&mut self, addresses: &Range<u64>) {
         if let Some(by_address) = &mut self.by_address {
             by_address.dirty.reach(addresses);
         }
     }
 
-    /// Marks a part of a free block of `block` bytes: it was not free before, is no longer free, or has other pages.
+    /// Marks a part of a free block of `block` bytes that has become free, is no longer free, or
+    /// has other pages.
     #[inline]
     pub(super) fn mark(&mut self, block: u64, part: Range<u64>) {
         if let Some(by_address) = &mut self.by_address
@@ -215,18 +217,18 @@ impl Lane {
         }
     }
 
-    /// The next addresses for the policy to look at.
+    /// Returns the next changed addresses, and unmarks them.
     pub(super) fn take_changed(&mut self) -> Option<Changed> {
         self.by_address.as_mut()?.dirty.take()
     }
 
-    /// A block is handed out.
+    /// Counts a block that was handed out.
     pub(super) fn activated(&mut self, address: u64, size: u64) {
         self.stats.activated(size);
         self.fingerprint ^= FxBuildHasher.hash_one((address, size));
     }
 
-    /// A block that was handed out is free.
+    /// Counts a block whose free has completed.
     pub(super) fn deactivated(&mut self, address: u64, size: u64) {
         self.stats.deactivated(size);
         self.fingerprint ^= FxBuildHasher.hash_one((address, size));
@@ -236,23 +238,23 @@ impl Lane {
         self.is_shared = true;
     }
 
-    pub(super) fn segment_came(&mut self) {
+    pub(super) fn segment_added(&mut self) {
         self.segments += 1;
     }
 
     /// Returns whether it was the last one.
-    pub(super) fn segment_went(&mut self) -> bool {
+    pub(super) fn segment_removed(&mut self) -> bool {
         self.segments -= 1;
         self.segments == 0
     }
 
-    /// Addresses were reserved for pages of the lane.
-    pub(super) fn addresses_came(&mut self, bytes: u64) {
+    /// Counts addresses reserved for pages of the lane.
+    pub(super) fn addresses_added(&mut self, bytes: u64) {
         self.addresses += bytes;
     }
 
-    /// The addresses of the segment that begins at `start` were given back.
-    pub(super) fn addresses_went(&mut self, start: u64, bytes: u64) {
+    /// Counts the addresses of the segment at `start` that were given back.
+    pub(super) fn addresses_removed(&mut self, start: u64, bytes: u64) {
         self.addresses -= bytes;
         if let Some(by_address) = &mut self.by_address {
             by_address.dirty.remove(start);
@@ -267,7 +269,7 @@ impl Lane {
         self.notes = Some(notes);
     }
 
-    /// Gives back what its indexes do not need.
+    /// Shrinks the indexes to their contents.
     pub(super) fn shrink(&mut self) {
         self.free.shrink();
         if let Some(by_address) = &mut self.by_address {

@@ -1,7 +1,8 @@
-//! Marks on a range of addresses: which parts of it changed since somebody last looked. A pure data structure.
+//! Marks on a range of addresses: the units that changed since the last look. A pure data
+//! structure.
 //!
-//! Whoever changes something sets a few bits; whoever wants to know takes the marked parts, lowest first, and they are
-//! unmarked. Setting takes nothing from the heap: room is made beforehand, as far as anything will change.
+//! A change sets a few bits. A look takes the marked addresses, lowest first, and unmarks them.
+//! Marking allocates no host memory: [`Marks::reach`] makes room beforehand.
 
 use std::ops::Range;
 
@@ -12,21 +13,21 @@ const WORD: usize = u64::BITS as usize;
 #[derive(Debug)]
 pub(crate) struct Marks {
     start: u64,
-    /// A unit is two to this power.
+    /// The binary logarithm of the unit.
     shift: u32,
     words: Vec<u64>,
-    /// No word outside of these has a mark.
+    /// All words with a mark lie between these two.
     low: usize,
     high: usize,
 }
 
 impl Marks {
-    /// For addresses from `start` on, as fine as `unit` at least.
+    /// Creates marks for addresses from `start` on, in units of at most `unit` bytes.
     pub(crate) fn new(start: u64, unit: u64) -> Self {
         Self { start, shift: unit.ilog2(), words: Vec::new(), low: usize::MAX, high: 0 }
     }
 
-    /// Makes room for marks on what lies before `end`.
+    /// Makes room for marks on addresses before `end`.
     pub(crate) fn reach(&mut self, end: u64) {
         let words = self.unit_of(end - 1) / WORD + 1;
         if words > self.words.len() {
@@ -39,8 +40,8 @@ impl Marks {
         ((address - self.start) >> self.shift) as usize
     }
 
-    /// Marks what is not empty and what there is room for. Returns it, with what lies around it and is marked too, as
-    /// far as that is seen at once.
+    /// Marks a range, which must not be empty and must have room. Returns it together with adjacent
+    /// marked addresses, as far as those are in the same words.
     pub(crate) fn mark(&mut self, range: Range<u64>) -> Range<u64> {
         let (mut first, mut last) = (self.unit_of(range.start), self.unit_of(range.end - 1));
         let (low, high) = (first / WORD, last / WORD);
@@ -64,7 +65,7 @@ impl Marks {
         self.start + ((unit as u64) << self.shift)
     }
 
-    /// Takes the lowest marks that lie together: what they are on.
+    /// Takes the lowest contiguous marked addresses, and unmarks them.
     pub(crate) fn take(&mut self) -> Option<Range<u64>> {
         let Some(word) = (self.low..=self.high).find(|&word| self.words[word] != 0) else {
             (self.low, self.high) = (usize::MAX, 0);
@@ -85,7 +86,7 @@ impl Marks {
         Some(self.address_of(word * WORD + first)..self.address_of(end * WORD + bit))
     }
 
-    /// Whether anything of a range that is not empty is marked.
+    /// Returns whether any unit of a range is marked. The range must not be empty.
     pub(crate) fn any(&self, range: Range<u64>) -> bool {
         let is_marked = |unit: usize| {
             self.words.get(unit / WORD).is_some_and(|word| word >> (unit % WORD) & 1 == 1)
@@ -106,9 +107,9 @@ mod tests {
     const UNIT: u64 = 1 << 12;
 
     proptest! {
-        /// The same as a set of units, whatever happens.
+        /// They behave like a set of units.
         #[test]
-        fn they_are_a_set_of_units(
+        fn they_behave_like_a_set_of_units(
             steps in prop::collection::vec((0_u64..300, 1_u64..200, any::<bool>()), 1..60)
         ) {
             let mut marks = Marks::new(START, UNIT);
@@ -129,7 +130,7 @@ mod tests {
                 if takes {
                     let mut last = 0;
                     while let Some(run) = marks.take() {
-                        prop_assert!(run.start > last, "runs do not touch, and the lowest is first");
+                        prop_assert!(run.start > last, "apart, and lowest first");
                         last = run.end;
                         for unit in (run.start - START) / UNIT..(run.end - START) / UNIT {
                             prop_assert!(model.remove(&unit));

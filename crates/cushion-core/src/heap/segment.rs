@@ -1,22 +1,23 @@
-//! Segments: the ranges of device addresses that blocks are cut from, and what is behind them.
+//! Segments: the ranges of device addresses that blocks are cut from.
 
 use super::pool::LaneId;
 use crate::base::names::{PolicyIndex, Tag};
 use crate::base::table::{Id, Table};
 
-/// A segment, by its place in the table.
+/// The index of a segment in the table.
 pub(crate) type SegmentId = Id<Segment>;
 
-/// What is behind the addresses of a segment.
+/// What is mapped at the addresses of a segment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Kind {
-    /// One plain allocation of the driver, whole.
+    /// One plain allocation of the driver.
     Plain,
-    /// Reserved addresses; pages of this size come and go behind them.
+    /// Reserved addresses, behind which pages of this size are mapped and unmapped.
     Pages { page_size: u64 },
-    /// Reserved addresses; pages of any size have their homes in them.
+    /// Reserved addresses that are the homes of pages of any size.
     Homes,
-    /// Second addresses of pages that have their homes elsewhere. The policy knows the stitch by this number.
+    /// Second addresses of pages whose homes are elsewhere. The number identifies the stitch to its
+    /// policy.
     Stitch(u32),
     /// One page of host memory.
     Host,
@@ -29,9 +30,9 @@ pub(crate) struct Segment {
     pub(crate) size: u64,
     pub(crate) lane: LaneId,
     pub(crate) kind: Kind,
-    /// The policy that made it, and that says what of it may be given back.
+    /// The policy that created it, and that decides how much of it may be given back.
     pub(crate) policy: PolicyIndex,
-    /// The tag of the request that it was made for.
+    /// The tag of the request that it was created for.
     pub(crate) tag: Tag,
 }
 

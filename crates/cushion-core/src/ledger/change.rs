@@ -1,4 +1,4 @@
-//! Changes: everything that figures and history are told, and the one function that writes them.
+//! Changes: the input of the ledger, and the one function that applies them.
 
 use std::time::Duration;
 
@@ -7,13 +7,13 @@ use super::history::{Action, Entry};
 use crate::base::names::{PoolId, Tag};
 use crate::driver::StreamId;
 
-/// Which figures memory counts in.
+/// The figures that memory counts in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Place {
     pub(crate) pool: PoolId,
     pub(crate) small: bool,
     pub(crate) stream: StreamId,
-    /// In host memory: the figures of the device do not count it.
+    /// Whether it is host memory, which the figures of the device do not count.
     pub(crate) host: bool,
 }
 
@@ -25,27 +25,27 @@ pub(crate) struct Span {
     pub(crate) place: Place,
 }
 
-/// A block as its owner has it.
+/// A live or pending block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Held {
     pub(crate) span: Span,
-    /// The bytes that its owner asked for.
+    /// The bytes that its owner requested.
     pub(crate) requested: u64,
     pub(crate) tag: Tag,
 }
 
-/// How many more free blocks share their plain segment with others, and their bytes.
+/// The change in the number and bytes of free blocks that share their plain segment with others.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct Splits {
     pub(crate) blocks: i64,
     pub(crate) bytes: i64,
 }
 
-/// How a shortage counts.
+/// How a shortage is counted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Ending {
     Survived,
-    /// The driver failed, or the caller gave the request up.
+    /// The driver failed, or the caller abandoned the request.
     Broken,
     /// The request was for `bytes` bytes, on a device that reported `free` free bytes.
     Refused {
@@ -56,61 +56,64 @@ pub(crate) enum Ending {
     },
 }
 
-/// One change of what is held, or of what happened to requests.
+/// One change of memory or of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Change {
     /// A free block was handed out.
     HandedOut(Held, Splits),
-    /// Its owner freed it.
+    /// The owner of a block freed it.
     FreeRequested(Held),
-    /// No stream uses it any more: it is free for reuse.
+    /// No stream uses a freed block any more: it is free for reuse.
     FreeCompleted(Held, Splits),
 
-    /// The driver gave a plain segment.
+    /// The driver provided a plain segment.
     SegmentAllocated(Span, Tag),
-    /// A plain segment left its lane, to be freed.
+    /// A plain segment was detached from its lane, to be freed.
     SegmentDetached(Span),
-    /// The driver would not free it: it is in its lane again.
+    /// The driver refused to free a detached segment: it is back in its lane.
     SegmentAttached(Span),
-    /// The driver freed it.
+    /// The driver freed a detached segment.
     SegmentFreed(Span, Tag),
 
     /// Pages were mapped behind addresses.
     PagesMapped(Span, Tag),
-    /// Pages were unmapped and released. [`UnmapEnded`](Self::UnmapEnded) follows, once for several of these.
+    /// Pages were unmapped and released. One [`UnmapEnded`](Self::UnmapEnded) follows for several
+    /// of these.
     PagesUnmapped(Span),
-    /// What was unmapped in one go, for the history.
+    /// All addresses unmapped together, for the history.
     UnmapEnded(Span, Tag),
-    /// Two pages took the place of one.
+    /// Two pages replaced one.
     PageSplit,
-    /// One page was to be split and is gone: the driver gave the memory to somebody else meanwhile.
+    /// A page was lost while it was split: the driver gave the memory to another process meanwhile.
     PageLost(Span),
-    /// Pages got second addresses.
+    /// Pages were mapped at second addresses.
     StitchMapped,
     /// Second addresses were unmapped.
     StitchUnmapped,
-    /// Bytes of all pages, each page once: for large requests, for small ones, and in host memory.
+    /// Bytes of all pages, each page counted once: for large requests, for small ones, and in host
+    /// memory.
     PagesHeld { before: [u64; 3], now: [u64; 3] },
 
-    /// A request was served from memory already held.
+    /// A request was served from memory already reserved.
     Hit,
     /// A request was served with memory from the driver.
     Miss,
     /// The driver is asked again after memory was given back to it.
     Retried,
-    /// All pending events are waited for.
+    /// The engine waits for all pending events.
     EventsAwaited,
-    /// A request that fell short ended.
+    /// A shortage ended.
     ShortageEnded(Ending, Duration),
-    /// A snapshot was taken while so many bytes were live or pending.
+    /// A snapshot was taken while this many bytes were live or pending.
     SnapshotTaken { active: u64 },
-    /// Blocks and segments at or over the largest size that may be split, counted anew because that size changed.
+    /// The largest size that may be split changed to `most`, and with it the number of larger
+    /// blocks and segments.
     OversizeChanged { most: u64, allocations: u64, segments: u64 },
 }
 
 impl Ledger<'_> {
     /// Counts and records a change.
-    // Each caller names the variant, so that only its arm is left of the match.
+    // Each caller names the variant, so that after inlining only its arm is left of the match.
     #[expect(clippy::inline_always, reason = "on the path of a hit")]
     #[inline(always)]
     pub(crate) fn apply(&mut self, change: Change) {
@@ -123,7 +126,7 @@ impl Ledger<'_> {
         }
     }
 
-    /// A change that is not on the path of a hit.
+    /// Applies a change that is not on the path of a hit.
     fn apply_rare(&mut self, change: Change) {
         let counters = self.counters;
         match change {
@@ -189,13 +192,17 @@ impl Ledger<'_> {
         }
     }
 
+    #[expect(clippy::inline_always, reason = "the parts of a change stay in registers")]
+    #[inline(always)]
     fn handed_out(&mut self, held: &Held, splits: Splits) {
         let &Held { span: Span { bytes, place, .. }, requested, tag } = held;
         let (counters, small) = (self.counters, place.small);
         if place.host {
             counters.spilled_allocation.increase(1);
         } else {
-            self.free_splits(small, splits);
+            if splits != Splits::default() {
+                self.free_splits(small, splits);
+            }
             counters.allocation.increase(small, 1);
             counters.allocated_bytes.increase(small, bytes);
             counters.active.increase(small, 1);
@@ -211,6 +218,8 @@ impl Ledger<'_> {
         self.record_held(Action::Alloc, held, tag);
     }
 
+    #[expect(clippy::inline_always, reason = "the parts of a change stay in registers")]
+    #[inline(always)]
     fn free_requested(&mut self, held: &Held) {
         let &Held { span: Span { bytes, place, .. }, tag, .. } = held;
         let (counters, small) = (self.counters, place.small);
@@ -226,11 +235,15 @@ impl Ledger<'_> {
         self.record_held(Action::FreeRequested, held, tag);
     }
 
+    #[expect(clippy::inline_always, reason = "the parts of a change stay in registers")]
+    #[inline(always)]
     fn free_completed(&mut self, held: &Held, splits: Splits) {
         let &Held { span: Span { bytes, place, .. }, requested, tag } = held;
         let (counters, small) = (self.counters, place.small);
         if !place.host {
-            self.free_splits(small, splits);
+            if splits != Splits::default() {
+                self.free_splits(small, splits);
+            }
             counters.active.decrease(small, 1);
             counters.active_bytes.decrease(small, bytes);
             counters.requested_bytes.decrease(small, requested);
@@ -238,7 +251,8 @@ impl Ledger<'_> {
         self.record_held(Action::FreeCompleted, held, tag);
     }
 
-    /// PyTorch counts the change of free split blocks net, and its totals must agree with ours.
+    /// Counts the net change of free split blocks, as PyTorch does: its totals must agree with
+    /// ours.
     fn free_splits(&mut self, small: bool, splits: Splits) {
         let counters = self.counters;
         for (stat, change) in [
@@ -253,7 +267,7 @@ impl Ledger<'_> {
         }
     }
 
-    /// A plain segment is held from now on, or no longer.
+    /// Counts a plain segment that is held from now on, or no longer.
     fn segment_held(&mut self, span: &Span, is_held: bool) {
         let counters = self.counters;
         let &Span { bytes, place: Place { pool, small, .. }, .. } = span;

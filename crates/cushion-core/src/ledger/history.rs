@@ -1,7 +1,7 @@
-//! History: a bounded ring of what happened, for snapshots and traces.
+//! History: a bounded ring of events, for snapshots and traces.
 //!
-//! Off by default; then it costs one branch. When full it forgets the oldest entry and counts it:
-//! it never blocks and never grows.
+//! It is off by default and then costs one branch. When full, it drops the oldest entry and counts
+//! it. It never blocks and never grows beyond its capacity.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -9,22 +9,22 @@ use std::time::Duration;
 use crate::base::names::{PoolId, Tag};
 use crate::driver::StreamId;
 
-/// What happened.
+/// The kind of an event.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Action {
     /// A block was handed out.
     Alloc,
-    /// Its owner gave it back.
+    /// The owner of a block freed it.
     FreeRequested,
-    /// It is free for reuse.
+    /// A freed block became available for reuse.
     FreeCompleted,
-    /// A plain segment was got from the driver.
+    /// The driver provided a plain segment.
     SegmentAlloc,
-    /// A plain segment was given back.
+    /// A plain segment was given back to the driver.
     SegmentFree,
-    /// Pages were put behind a range.
+    /// Pages were mapped.
     SegmentMap,
-    /// Pages were taken away from a range.
+    /// Pages were unmapped.
     SegmentUnmap,
     /// A request was refused.
     OutOfMemory,
@@ -33,7 +33,7 @@ pub enum Action {
 }
 
 impl Action {
-    /// Every action there is.
+    /// Every action.
     pub const ALL: [Self; 9] = [
         Self::Alloc,
         Self::FreeRequested,
@@ -46,7 +46,7 @@ impl Action {
         Self::Snapshot,
     ];
 
-    /// The name PyTorch gives it.
+    /// Returns PyTorch's name of the action.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -66,17 +66,17 @@ impl Action {
 /// One entry of the history.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Entry {
-    /// What happened.
+    /// The kind of the event.
     pub action: Action,
-    /// Where; for [`Action::OutOfMemory`] the bytes the device had free.
+    /// The address; for [`Action::OutOfMemory`] the free bytes of the device.
     pub address: u64,
-    /// How many bytes (of an allocation: as asked for).
+    /// The bytes; of an allocation, as requested.
     pub size: u64,
-    /// On which stream.
+    /// The stream.
     pub stream: StreamId,
-    /// In which pool.
+    /// The pool.
     pub pool: PoolId,
-    /// When, on the engine's clock.
+    /// The time on the engine's clock.
     pub time: Duration,
     /// The caller's tag.
     pub tag: Tag,
@@ -87,7 +87,7 @@ pub struct Entry {
 pub(crate) struct History {
     entries: VecDeque<Entry>,
     capacity: usize,
-    /// Actions that are not noted.
+    /// Actions that are not recorded.
     skipped: Vec<Action>,
     dropped: u64,
 }
@@ -97,12 +97,12 @@ impl History {
         self.capacity > 0
     }
 
-    /// Starts over with room for `capacity` entries; zero turns history off.
+    /// Starts over with room for `capacity` entries; zero turns the history off.
     pub(crate) fn restart(&mut self, capacity: usize) {
         *self = Self { capacity, ..Self::default() };
     }
 
-    /// Goes on with room for `capacity` entries, the latest of those kept.
+    /// Changes the capacity, and keeps the latest entries.
     pub(crate) fn resize(&mut self, capacity: usize) {
         self.capacity = capacity;
         let too_many = self.entries.len().saturating_sub(capacity);
@@ -110,7 +110,7 @@ impl History {
         self.dropped += too_many as u64;
     }
 
-    /// Leaves these actions out from now on.
+    /// Skips these actions from now on.
     pub(crate) fn skip(&mut self, actions: &[Action]) {
         self.skipped = actions.to_vec();
     }
@@ -126,12 +126,12 @@ impl History {
         self.entries.push_back(entry);
     }
 
-    /// The entries, oldest first.
+    /// Returns the entries, oldest first.
     pub(crate) fn entries(&self) -> impl Iterator<Item = &Entry> {
         self.entries.iter()
     }
 
-    /// The entries, oldest first, and how many were forgotten before them.
+    /// Returns the entries, oldest first, and how many were dropped before them.
     pub(crate) fn read(&self) -> (Vec<Entry>, u64) {
         (self.entries.iter().copied().collect(), self.dropped)
     }
@@ -154,7 +154,7 @@ mod tests {
     }
 
     #[test]
-    fn a_full_ring_forgets_the_oldest_and_counts_it() {
+    fn a_full_ring_drops_the_oldest_and_counts_it() {
         let mut history = History::default();
         assert!(!history.is_on());
         history.restart(3);

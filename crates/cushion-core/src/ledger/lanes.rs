@@ -1,4 +1,4 @@
-//! Figures by lane: what each stream has in each pool.
+//! Figures of each lane.
 
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -7,7 +7,7 @@ use super::stats::{add, subtract};
 use crate::base::names::PoolId;
 use crate::driver::StreamId;
 
-/// What one stream has in one pool.
+/// The figures of one lane: the memory of one stream in one pool.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct LaneFigures {
@@ -17,20 +17,20 @@ pub struct LaneFigures {
     pub pool: PoolId,
     /// Whether it is the small half of the pool.
     pub small: bool,
-    /// Bytes of blocks live or pending.
+    /// Bytes of blocks that are live or pending.
     pub active_bytes: u64,
     /// Bytes of free blocks.
     pub free_bytes: u64,
-    /// Free blocks.
+    /// The number of free blocks.
     pub free_blocks: u64,
-    /// The largest free block.
+    /// Bytes of the largest free block.
     pub largest_free: u64,
 }
 
 /// The live counterpart of [`LaneFigures`].
 #[derive(Debug)]
 pub(crate) struct LaneStats {
-    /// Where it is among all.
+    /// Its index among all lanes.
     place: AtomicUsize,
     stream: StreamId,
     pool: PoolId,
@@ -42,7 +42,7 @@ pub(crate) struct LaneStats {
 }
 
 impl LaneStats {
-    /// A block of `size` bytes joined the free index.
+    /// Counts a block of `size` bytes that was added to the free index.
     pub(crate) fn freed(&self, size: u64) {
         add(&self.free_bytes, size);
         add(&self.free_blocks, 1);
@@ -51,7 +51,7 @@ impl LaneStats {
         }
     }
 
-    /// A block of `size` bytes left the free index.
+    /// Counts a block of `size` bytes that was removed from the free index.
     pub(crate) fn taken(&self, size: u64, largest_left: impl FnOnce() -> u64) {
         subtract(&self.free_bytes, size);
         subtract(&self.free_blocks, 1);
@@ -81,8 +81,8 @@ impl LaneStats {
     }
 }
 
-/// Every lane's figures. Lanes come and go when memory is got from the driver or given back, so that a lock of their own
-/// costs nothing, and whoever reads them holds up no allocation that a free block serves.
+/// The figures of all lanes. They have a lock of their own: lanes are created and removed only when
+/// memory is obtained from the driver or given back, and a reader does not block a hit.
 #[derive(Debug, Default)]
 pub(crate) struct Lanes(Mutex<Vec<Arc<LaneStats>>>);
 
@@ -107,7 +107,7 @@ impl Lanes {
         stats
     }
 
-    /// The lane is gone.
+    /// Removes a lane.
     pub(crate) fn close(&self, stats: &LaneStats) {
         let mut all = self.all();
         let place = stats.place.load(Relaxed);
@@ -121,7 +121,7 @@ impl Lanes {
         }
     }
 
-    /// How many lanes there are, and how many there is room for.
+    /// Returns the number of lanes, and the capacity of the table.
     pub(crate) fn size(&self) -> (usize, usize) {
         let all = self.all();
         (all.len(), all.capacity())

@@ -1,8 +1,8 @@
 //! Statistics: every counter is declared once, in the table below.
 //!
-//! The engine writes them under its lock; anybody may read them at any time without taking it, so
-//! reading never stops an allocation that a free block serves. Each figure read is true; figures read one after the other
-//! may be an allocation apart.
+//! The engine writes the counters under its lock. Any thread can read them at any time without the
+//! lock, so that reading never blocks a hit. Each figure is correct; figures read one after the
+//! other may be an allocation apart.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -12,7 +12,7 @@ use super::lanes::{LaneFigures, Lanes};
 use crate::base::names::PoolId;
 use crate::driver::StreamId;
 
-/// Adds without a locked instruction: there is one writer at a time, the holder of the lock.
+/// Adds without an atomic read-modify-write: only the holder of the lock writes.
 pub(super) fn add(cell: &AtomicU64, amount: u64) -> u64 {
     let sum = cell.load(Relaxed).wrapping_add(amount);
     cell.store(sum, Relaxed);
@@ -26,17 +26,17 @@ pub(super) fn subtract(cell: &AtomicU64, amount: u64) {
 /// One figure over time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Stat {
-    /// Now.
+    /// The value now.
     pub current: u64,
-    /// The most there was since the last reset of peaks.
+    /// The largest value since the last reset of peaks.
     pub peak: u64,
-    /// Everything ever added.
+    /// The sum of all increases.
     pub allocated: u64,
-    /// Everything ever taken away.
+    /// The sum of all decreases.
     pub freed: u64,
 }
 
-/// One figure, for all pools and by the size of request they serve.
+/// One figure, for all pools and by size class.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct StatArray {
     /// All pools.
@@ -48,7 +48,7 @@ pub struct StatArray {
 }
 
 impl StatArray {
-    /// The flat keys of `torch.cuda.memory_stats()` that follow the name of the figure.
+    /// Returns the flat keys of `torch.cuda.memory_stats()` that follow the name of the figure.
     #[must_use]
     pub fn flat(&self) -> Vec<(String, i64)> {
         let mut flat = Vec::with_capacity(12);
@@ -84,7 +84,7 @@ impl LiveStat {
         add(&self.freed, amount);
     }
 
-    /// For figures whose meaning changed with an option.
+    /// Sets a figure whose definition changed with an option.
     pub(crate) fn set_current(&self, value: u64) {
         let current = self.current.load(Relaxed);
         if value > current {
@@ -113,8 +113,8 @@ impl LiveStat {
     }
 }
 
-/// The live counterpart of [`StatArray`]. What all pools have is the sum of the two halves, so that only
-/// its peak is kept: these are the hottest writes there are.
+/// The live counterpart of [`StatArray`]. The figures of all pools are the sums of both halves, so
+/// that only the peak of the sum is stored: these are the most frequent writes.
 #[derive(Debug, Default)]
 pub(crate) struct LiveStatArray {
     small_pool: LiveStat,
@@ -127,7 +127,7 @@ impl LiveStatArray {
         if small { &self.small_pool } else { &self.large_pool }
     }
 
-    /// Returns what there is now.
+    /// Returns the value of all pools now.
     pub(crate) fn increase(&self, small: bool, amount: u64) -> u64 {
         self.half(small).increase(amount);
         let current = self.current();
@@ -145,7 +145,7 @@ impl LiveStatArray {
         self.small_pool.current.load(Relaxed) + self.large_pool.current.load(Relaxed)
     }
 
-    /// All that was ever taken away.
+    /// Returns the sum of all decreases.
     pub(crate) fn freed(&self) -> u64 {
         self.small_pool.freed.load(Relaxed) + self.large_pool.freed.load(Relaxed)
     }
@@ -173,13 +173,13 @@ impl LiveStatArray {
     }
 }
 
-/// What each private pool holds. Memory is got from the driver whenever this is written, so that a lock of
-/// its own costs nothing.
+/// The reserved bytes of each private pool. It has a lock of its own: it is written only when
+/// memory is obtained from the driver or given back.
 #[derive(Debug, Default)]
 pub(crate) struct ReservedByPrivate(Mutex<BTreeMap<PoolId, LiveStatArray>>);
 
 impl ReservedByPrivate {
-    /// From this number on, a pool that is gone makes room for a new one.
+    /// From this many pools on, a new pool replaces one that is gone.
     const MOST: usize = 1024;
 
     fn pools(&self) -> MutexGuard<'_, BTreeMap<PoolId, LiveStatArray>> {
@@ -190,7 +190,8 @@ impl ReservedByPrivate {
         if pool != PoolId::DEFAULT {
             let mut pools = self.pools();
             if pools.len() >= Self::MOST && !pools.contains_key(&pool) {
-                // PyTorch numbers pools as they come, so that the first is the one that went longest ago.
+                // PyTorch numbers pools in order of creation, so that the first one found is the
+                // oldest.
                 let gone = pools.iter().find(|(_, array)| array.current() == 0);
                 if let Some(gone) = gone.map(|(&pool, _)| pool) {
                     pools.remove(&gone);
@@ -237,8 +238,8 @@ impl LiveCount {
     }
 }
 
-/// Declares every counter once: the live struct, the struct that is read, the flat keys, and what a
-/// reset touches all come from this table.
+/// Declares every counter once. The live struct, the struct that is read, the flat keys and the
+/// resets all come from this table.
 macro_rules! counters {
     (
         arrays { $($(#[doc = $array_doc:literal])* $array:ident,)* }
@@ -248,7 +249,7 @@ macro_rules! counters {
         our_stats { $($(#[doc = $our_stat_doc:literal])* $our_stat:ident,)* }
         ours { $($(#[doc = $our_doc:literal])* $our:ident,)* }
     ) => {
-        /// The counters the engine writes.
+        /// The counters that the engine writes.
         #[derive(Debug, Default)]
         pub(crate) struct Counters {
             $(pub(super) $array: LiveStatArray,)*
@@ -258,7 +259,7 @@ macro_rules! counters {
             $(pub(super) $our_stat: LiveStat,)*
             $(pub(super) $our: LiveCount,)*
             pub(super) reserved_by_private: ReservedByPrivate,
-            /// The most bytes that were live or pending since a policy last restarted it.
+            /// The peak of live and pending bytes since a policy last restarted it.
             pub(super) watermark: LiveCount,
         }
 
@@ -272,10 +273,10 @@ macro_rules! counters {
             $($(#[doc = $setting_doc])* pub $setting: u64,)*
             $($(#[doc = $our_stat_doc])* pub $our_stat: Stat,)*
             $($(#[doc = $our_doc])* pub $our: u64,)*
-            /// `reserved_bytes` of each private pool. One that is gone holds nothing, and keeps its peak
-            /// and its totals until they are reset.
+            /// `reserved_bytes` of each private pool. A pool that is gone has zero current bytes,
+            /// and keeps its peak and its totals until they are reset.
             pub reserved_bytes_by_private_pools: BTreeMap<PoolId, StatArray>,
-            /// What each stream has in each pool.
+            /// The figures of each lane.
             pub lanes: Vec<LaneFigures>,
         }
 
@@ -293,7 +294,7 @@ macro_rules! counters {
                 }
             }
 
-            /// Peaks start again from what is there now. Called under the engine's lock.
+            /// Resets peaks to the current values. Called under the engine's lock.
             pub(crate) fn reset_peak(&self) {
                 $(self.$array.reset_peak();)*
                 $(self.$stat.reset_peak();)*
@@ -301,7 +302,7 @@ macro_rules! counters {
                 self.reserved_by_private.reset_peak();
             }
 
-            /// What was added and taken away so far is forgotten. Called under the engine's lock.
+            /// Resets totals and counts to zero. Called under the engine's lock.
             pub(crate) fn reset_accumulated(&self) {
                 $(self.$array.reset_accumulated();)*
                 $(self.$stat.reset_accumulated();)*
@@ -313,8 +314,8 @@ macro_rules! counters {
         }
 
         impl Stats {
-            /// The flat keys of `torch.cuda.memory_stats()` with their values; the value of
-            /// `max_split_size` is -1 where there is no limit.
+            /// Returns the flat keys of `torch.cuda.memory_stats()` with their values.
+            /// `max_split_size` is -1 if there is no limit.
             #[must_use]
             pub fn flat(&self) -> Vec<(String, i64)> {
                 let mut flat = Vec::with_capacity(123);
@@ -334,68 +335,68 @@ macro_rules! counters {
 
 counters! {
     arrays {
-        /// Allocations that their owners have not given back.
+        /// Allocations that their owners have not freed.
         allocation,
         /// Plain segments held.
         segment,
-        /// Blocks live or pending.
+        /// Blocks that are live or pending.
         active,
         /// Free blocks that share their plain segment with others, and so cannot be given back.
         inactive_split,
-        /// Bytes of blocks that their owners have not given back.
+        /// Bytes of blocks that their owners have not freed.
         allocated_bytes,
         /// Bytes of physical memory held from the driver.
         reserved_bytes,
-        /// Bytes of blocks live or pending.
+        /// Bytes of blocks that are live or pending.
         active_bytes,
         /// Bytes of free blocks that share their plain segment with others.
         inactive_split_bytes,
-        /// Bytes asked for by callers, until the free has completed.
+        /// Bytes requested by callers, until the free has completed.
         requested_bytes,
     }
     stats {
-        /// Allocations at or over the largest size that may be split.
+        /// Allocations too large to be split.
         oversize_allocations,
-        /// Segments at or over the largest size that may be split.
+        /// Segments too large to be split.
         oversize_segments,
     }
     counts {
-        /// Requests that were tried again after everything cached was given back.
+        /// Requests that were tried again after cached memory was given back.
         num_alloc_retries,
-        /// Requests refused for want of memory.
+        /// Requests refused for lack of memory.
         num_ooms,
-        /// Times all pending events were waited for.
+        /// How often the engine waited for all pending events.
         num_sync_all_streams,
-        /// Times memory was got from the driver.
+        /// How often the driver provided memory.
         num_device_alloc,
-        /// Times memory was given back to the driver.
+        /// How often memory was given back to the driver.
         num_device_free,
-        /// Requests that PyTorch's `throw_on_cudamalloc_oom` refused, an option that is not ours:
-        /// always zero.
+        /// Requests refused by PyTorch's option `throw_on_cudamalloc_oom`, which Cushion does not
+        /// have: always zero.
         num_oom_rejections,
     }
     settings {
-        /// The largest size that may be split; `u64::MAX` where there is no limit.
+        /// The largest size that may be split; `u64::MAX` if there is no limit.
         max_split_size,
     }
     our_stats {
-        /// Bytes of host memory at device addresses, in none of the figures above.
+        /// Bytes of host memory at device addresses. No figure above counts them.
         spilled_bytes,
-        /// Allocations in host memory, in none of the figures above.
+        /// Allocations in host memory. No figure above counts them.
         spilled_allocation,
     }
     ours {
-        /// Requests for which neither a free block nor the driver had memory.
+        /// Requests that neither a free block nor the driver could serve.
         shortages,
-        /// Those of them that were served in the end.
+        /// Shortages after which the request was served.
         shortages_survived,
-        /// Those of them that were refused.
+        /// Shortages after which the request was refused.
         shortages_refused,
-        /// Those of them that the driver failed, or that were given up.
+        /// Shortages in which the driver failed or the caller abandoned the request.
         shortages_broken,
-        /// The time lost by them, in nanoseconds.
+        /// The time lost in shortages, in nanoseconds.
         shortage_nanos,
-        /// Allocations served from memory already held.
+        /// Allocations served from memory already reserved.
         hits,
         /// Allocations that needed memory from the driver.
         misses,
@@ -403,62 +404,62 @@ counters! {
 }
 
 impl Counters {
-    /// Counters of an engine that splits blocks up to a size, if there is such a limit.
+    /// Returns the counters of an engine with this `max_split_size`.
     pub(crate) fn new(max_split_size: Option<u64>) -> Self {
         let counters = Self::default();
         counters.max_split_size.set(max_split_size.unwrap_or(u64::MAX));
         counters
     }
 
-    /// Bytes live or pending, and reserved.
+    /// Returns the live and pending bytes, and the reserved bytes.
     pub(crate) fn active_and_reserved(&self) -> (u64, u64) {
         (self.active_bytes.current(), self.reserved_bytes.current())
     }
 
-    /// Bytes that callers asked for, and reserved.
+    /// Returns the bytes requested by callers, and the reserved bytes.
     pub(crate) fn live_and_reserved(&self) -> (u64, u64) {
         (self.requested_bytes.current(), self.reserved_bytes.current())
     }
 
-    /// How often the driver was asked for memory, for a second address, or to take either back.
+    /// Returns how often the driver mapped memory, mapped it a second time, or took either back.
     pub(crate) fn driver_changes(&self) -> u64 {
         self.num_device_alloc.read() + self.num_device_free.read()
     }
 }
 
 impl Stats {
-    /// The time lost by shortages, in milliseconds.
+    /// Returns the time lost in shortages, in milliseconds.
     #[must_use]
     #[expect(clippy::cast_precision_loss, reason = "a time for people")]
     pub fn milliseconds_lost(&self) -> f64 {
         self.shortage_nanos as f64 / 1e6
     }
 
-    /// Bytes held but in nobody's use.
+    /// Returns the reserved bytes that are neither live nor pending.
     #[must_use]
     pub fn cached_bytes(&self) -> u64 {
         self.reserved_bytes.all.current.saturating_sub(self.active_bytes.all.current)
     }
 
-    /// The largest free block of any pool on any stream.
+    /// Returns the size of the largest free block of any lane.
     #[must_use]
     pub fn largest_free_block(&self) -> u64 {
         self.lanes.iter().map(|lane| lane.largest_free).max().unwrap_or(0)
     }
 
-    /// How many free blocks there are.
+    /// Returns the number of free blocks.
     #[must_use]
     pub fn free_blocks(&self) -> u64 {
         self.lanes.iter().map(|lane| lane.free_blocks).sum()
     }
 
-    /// How many blocks there are, free, live or pending.
+    /// Returns the number of blocks, free, live or pending.
     #[must_use]
     pub fn blocks(&self) -> u64 {
         self.free_blocks() + self.active.all.current
     }
 
-    /// Bytes of blocks live or pending on one stream.
+    /// Returns the bytes of blocks that are live or pending on one stream.
     #[must_use]
     pub fn stream_bytes(&self, stream: StreamId) -> u64 {
         self.lanes.iter().filter(|lane| lane.stream == stream).map(|lane| lane.active_bytes).sum()
@@ -506,7 +507,7 @@ mod tests {
     }
 
     #[test]
-    fn resets_touch_what_pytorchs_touch() {
+    fn resets_touch_the_same_figures_as_pytorchs() {
         let counters = Counters::default();
         counters.allocated_bytes.increase(true, 700);
         counters.allocated_bytes.decrease(true, 500);
@@ -546,7 +547,7 @@ mod tests {
     }
 
     #[test]
-    fn lanes_come_and_go() {
+    fn closed_lanes_are_removed() {
         let lanes = Lanes::default();
         let open = |stream| lanes.open(StreamId(stream), PoolId::DEFAULT, true);
         let opened: Vec<_> = (0..1000).map(open).collect();

@@ -1,7 +1,8 @@
 //! Plain segments on their way back to the driver.
 //!
-//! To free a plain segment, the driver waits for the whole device. No lock is held meanwhile: the segment is detached from
-//! its lane first, freed, and then removed, or attached again if the driver would not free it.
+//! To free a plain segment, the driver waits for the whole device. No lock is held meanwhile: the
+//! segment is first detached from its lane, then freed, and then removed, or attached again if the
+//! driver refused to free it.
 
 use super::Mem;
 use crate::base::names::Tag;
@@ -29,8 +30,8 @@ impl Detached {
 }
 
 impl<D: Driver> Mem<'_, D> {
-    /// Takes a plain segment whose only block is free out of its lane, and out of the figures: another thread may get its
-    /// memory before this one has the lock again.
+    /// Takes a plain segment whose only block is free out of its lane and out of the figures:
+    /// another thread may obtain its memory before this thread holds the lock again.
     pub(crate) fn detach(&mut self, id: BlockId) -> Detached {
         self.heap.detach_whole(id);
         let span = self.heap.span(id);
@@ -39,14 +40,14 @@ impl<D: Driver> Mem<'_, D> {
         Detached { block: id, address: span.address, bytes: span.bytes }
     }
 
-    /// The driver would not free a segment: it is as free as before.
+    /// Returns a segment that the driver refused to free to its lane.
     pub(crate) fn reattach(&mut self, segment: &Detached) {
         self.backing.segment_settled(segment.bytes);
         self.heap.attach(segment.block);
         self.ledger.apply(Change::SegmentAttached(self.heap.span(segment.block)));
     }
 
-    /// The driver freed a segment.
+    /// Removes a segment that the driver freed.
     pub(crate) fn forget(&mut self, segment: &Detached, tag: Tag) {
         self.backing.segment_settled(segment.bytes);
         let span = self.heap.span(segment.block);

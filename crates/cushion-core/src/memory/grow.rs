@@ -9,7 +9,7 @@ use crate::heap::segment::{Kind, Segment};
 use crate::ledger::change::{Change, Span};
 
 impl<D: Driver> Mem<'_, D> {
-    /// A plain segment of the driver, as one free block; `None` if memory ran out.
+    /// Allocates a plain segment as one free block. Returns `None` if memory ran out.
     pub(crate) fn plain_segment(
         &mut self,
         bytes: u64,
@@ -22,7 +22,7 @@ impl<D: Driver> Mem<'_, D> {
         Ok(Some(id))
     }
 
-    /// A segment that pages come and go behind, with none so far; `None` if there are no addresses.
+    /// Reserves a segment for pages, without any page. Returns `None` if addresses ran out.
     pub(crate) fn reserve_segment(
         &mut self,
         bytes: u64,
@@ -49,8 +49,8 @@ impl<D: Driver> Mem<'_, D> {
         self.heap.add_segment(Segment { address, size, lane, kind, policy, tag }, state)
     }
 
-    /// Lets `map` put pages behind the unmapped blocks from `start` on until a free block of `size` bytes is there.
-    /// Where memory runs out half-way, what was mapped stays as free memory.
+    /// Calls `map` on the unmapped blocks from `start` on until there is a free block of `size`
+    /// bytes. If memory runs out half-way, the pages mapped so far stay as free memory.
     pub(crate) fn extend(
         &mut self,
         start: BlockId,
@@ -76,7 +76,8 @@ impl<D: Driver> Mem<'_, D> {
         }
     }
 
-    /// Puts pages of one size behind the first `bytes` bytes, or more, of an unmapped block; false if memory ran out.
+    /// Maps pages of one size behind at least the first `bytes` bytes of an unmapped block. Returns
+    /// false if memory ran out.
     pub(crate) fn map_equal_pages(
         &mut self,
         id: BlockId,
@@ -88,7 +89,8 @@ impl<D: Driver> Mem<'_, D> {
         self.map_pages(id, &vec![page_size; pages], tag)
     }
 
-    /// Puts pages of these sizes behind an unmapped block, from its beginning on; false if memory ran out.
+    /// Maps pages of these sizes behind an unmapped block, from its start on. Returns false if
+    /// memory ran out.
     pub(crate) fn map_pages(&mut self, id: BlockId, sizes: &[u64], tag: Tag) -> DriverResult<bool> {
         let block = &self.heap[id];
         let (address, place) = (block.address, self.heap.place(block.lane));
@@ -104,7 +106,7 @@ impl<D: Driver> Mem<'_, D> {
         Ok(true)
     }
 
-    /// Gives back the addresses of a segment with no page in it. On failure they stay.
+    /// Gives back the addresses of a segment without pages. On failure they stay reserved.
     pub(crate) fn unreserve(&mut self, id: BlockId) -> DriverResult<()> {
         let block = &self.heap[id];
         let given_back = self.backing.unreserve_of_lane(self.driver, block.address, block.size);
@@ -114,7 +116,8 @@ impl<D: Driver> Mem<'_, D> {
         Ok(())
     }
 
-    /// Gives new addresses back, if no page was mapped there. Those that the driver refuses stay for the next time.
+    /// Gives back new addresses, if no page was mapped there. If the driver refuses, they stay
+    /// reserved and are tried again.
     pub(crate) fn unreserve_if_unused(&mut self, id: BlockId) {
         let block = &self.heap[id];
         if !block.is_mapped() && !block.is_split() {
@@ -122,7 +125,7 @@ impl<D: Driver> Mem<'_, D> {
         }
     }
 
-    /// Gives addresses back that no block is in.
+    /// Gives back addresses that contain no block.
     pub(crate) fn give_up_range(&mut self, address: u64, bytes: u64) {
         self.backing.give_up_range(self.driver, address, bytes);
         self.count_pages();
@@ -134,7 +137,8 @@ impl<D: Driver> Mem<'_, D> {
         self.count_pages();
     }
 
-    /// Tries again to give back all that the driver refused so far, and addresses that lost their last page.
+    /// Tries again to give back everything that the driver refused so far, and addresses that lost
+    /// their last page.
     pub(crate) fn retry_refused(&mut self) {
         self.backing.retry_pages(self.driver);
         self.count_pages();
@@ -142,7 +146,7 @@ impl<D: Driver> Mem<'_, D> {
         let unmapped = self.heap.lanes().flat_map(|(_, lane)| lane.unmapped().map(|(_, id)| id));
         let unused: Vec<BlockId> = unmapped.filter(|&id| !self.heap[id].is_split()).collect();
         for id in unused {
-            // What the driver refuses stays for the next time.
+            // If the driver refuses, this is tried again.
             let _ = self.unreserve(id);
         }
     }

@@ -1,4 +1,4 @@
-//! Requests: the sizes and the lane of one allocation, and what may serve it.
+//! Requests: the sizes and the lane of one allocation, and the memory that may serve it.
 
 use super::Mem;
 use crate::base::names::{Owner, Tag};
@@ -8,16 +8,16 @@ use crate::heap::block::BlockId;
 use crate::heap::pool::{LaneId, PoolIndex, PoolTable};
 use crate::options::rounding::{block_size, segment_size};
 
-/// One allocation on its way.
+/// One allocation that is to be served.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Request {
     /// The bytes that the caller asked for.
     pub(crate) requested: u64,
     /// The size of the block that serves it.
     pub(crate) size: u64,
-    /// What a segment made for it takes from the device.
+    /// Bytes of a segment that would be created for it.
     pub(crate) wanted: u64,
-    /// Where the free blocks are that may serve it at once.
+    /// The lane whose free blocks may serve it at once.
     pub(crate) lane: LaneId,
     /// Whether the pool is a small one.
     pub(crate) small: bool,
@@ -26,18 +26,18 @@ pub(crate) struct Request {
     pub(crate) tag: Tag,
 }
 
-/// What serves a request from memory already held.
+/// Reserved memory that serves a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Found {
-    /// A free block, from its beginning on.
+    /// A free block, from its start on.
     Block(BlockId),
     /// The bytes of a free block that begin at `address`.
     Within { block: BlockId, address: u64 },
-    /// A stitch, by the number that the policy knows it by.
+    /// A stitch, by the number that its policy gave it.
     Stitch(u32),
 }
 
-/// What of a free block may be given back.
+/// How much of a free block may be given back.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum GiveBack {
     Nothing,
@@ -51,7 +51,7 @@ pub(crate) enum GiveBack {
 }
 
 impl GiveBack {
-    /// How many bytes that is, of a block of `size` bytes.
+    /// Returns the bytes that may be given back of a block of `size` bytes.
     pub(crate) fn bytes(self, size: u64) -> u64 {
         match self {
             Self::Nothing => 0,
@@ -62,7 +62,7 @@ impl GiveBack {
 }
 
 impl<D: Driver> Mem<'_, D> {
-    /// The sizes and the lane of a request. Sizes that overflow are the largest number.
+    /// Returns the sizes and the lane of a request. A size that overflows becomes `u64::MAX`.
     pub(crate) fn request(
         &self,
         requested: u64,
@@ -84,7 +84,7 @@ impl<D: Driver> Mem<'_, D> {
         }
     }
 
-    /// The pool that serves a stream's requests now: the default, or a private one.
+    /// Returns the pool that serves a stream's requests now: the default, or a private one.
     fn pool_for(&self, small: bool, stream: StreamId) -> PoolIndex {
         if self.streams.is_recording()
             && let Some(pool) = self.streams.recorded_pool(stream)
@@ -95,12 +95,13 @@ impl<D: Driver> Mem<'_, D> {
         PoolTable::default_half(small)
     }
 
-    /// Whether garbage collection is on.
+    /// Returns whether garbage collection is on.
     pub(crate) fn is_collecting_garbage(&self) -> bool {
         self.backing.limit().is_some() && self.options.garbage_collection_threshold > 0.0
     }
 
-    /// Counts a search of the request's pool, if garbage collection goes by it.
+    /// Counts a search of the request's pool, if garbage collection is on: ages are measured in
+    /// searches.
     pub(crate) fn count_search(&mut self, request: &Request) {
         if self.is_collecting_garbage() {
             self.heap.count_search(request.lane.pool);

@@ -1,8 +1,9 @@
-//! Host spill: pages in host memory at a device address, when nothing else is left.
+//! Host spill: pages in host memory at a device address, as the last resort.
 //!
-//! Each spilled request has a segment and a page of its own, in a pool that no search looks into: freed spill never serves
-//! a request. If its stream certainly exists, the free records an event on it, and the page goes back as soon as that is
-//! done, before any memory of the device does. Otherwise it goes back after the next wait for the device.
+//! Each spilled request has its own segment and page, in a pool that is never searched: freed spill
+//! never serves a request. If its stream certainly exists, the free records an event on it, and the
+//! page is released as soon as that is done. Otherwise the page is released after the next wait for
+//! the device.
 
 use super::{Mem, Request};
 use crate::backing::PageUse;
@@ -15,13 +16,13 @@ use crate::heap::segment::Kind;
 use crate::ledger::change::{Change, Held};
 
 impl<D: Driver> Mem<'_, D> {
-    /// Whether a block is in host memory.
+    /// Returns whether a block is in host memory.
     pub(crate) fn is_spilled(&self, id: BlockId) -> bool {
         self.heap[id].lane.pool == PoolTable::SPILL
     }
 
-    /// Serves a request from host memory; `None` if the options forbid it, or there is none. `policy` made the request's
-    /// other segments, and is never asked about this one.
+    /// Serves a request from host memory. Returns `None` if the options forbid it or host memory is
+    /// exhausted. `policy` is recorded in the segment and never asked about it.
     pub(crate) fn spill(
         &mut self,
         request: &Request,
@@ -50,13 +51,13 @@ impl<D: Driver> Mem<'_, D> {
         Ok(Some(self.take(id, false, &request)))
     }
 
-    /// Frees a pending spilled block once its own stream is done with it, too.
+    /// Frees a pending spilled block once its own stream, too, is done with it.
     pub(crate) fn free_spilled(&mut self, id: BlockId) -> DriverResult<()> {
         self.streams.note_own_stream(self.heap, id);
         self.free_when_done(id)
     }
 
-    /// The work on a spilled block is done: its memory goes back to the host.
+    /// Completes the free of a spilled block whose work is done, and releases its host memory.
     pub(crate) fn complete_free_of_spill(&mut self, id: BlockId, tag: Tag) {
         let idle = self.streams.idle_on_host(self.heap, id);
         let freed = self.heap.complete_free_on_host(id);

@@ -1,7 +1,8 @@
-//! Taking pages away from the addresses that they are at.
+//! Unmapping pages.
 //!
-//! Every call of the driver takes tens of microseconds, and a page may be in hundreds of stitches. So the lock is held for
-//! a limited number of calls at a time: what is left is done in the next hold, if it is still free then.
+//! Every call of the driver takes tens of microseconds, and a page may be in hundreds of stitches.
+//! So the lock is held for a limited number of calls at a time. The rest follows in the next hold,
+//! if it is still free then.
 
 use super::{GiveBack, Mem};
 use crate::base::names::Tag;
@@ -10,10 +11,10 @@ use crate::heap::block::BlockId;
 use crate::ledger::change::{Change, Span};
 use crate::streams::proof::Idle;
 
-/// How many driver calls are made before others get the lock.
+/// How many driver calls are made in one hold of the lock.
 const CALLS_A_HOLD: u32 = 32;
 
-/// What unmapping and releasing one page takes, and giving back the addresses of its segment.
+/// The calls that unmap and release one page, and give back the addresses of its segment.
 pub(crate) const CALLS_A_PAGE: u32 = 3;
 
 /// How many driver calls may still be made in this hold of the lock.
@@ -21,17 +22,18 @@ pub(crate) const CALLS_A_PAGE: u32 = 3;
 pub(crate) struct Calls(u32);
 
 impl Calls {
-    /// For one hold of the lock.
+    /// Returns the calls of one hold of the lock.
     pub(crate) fn of_one_hold() -> Self {
         Self(CALLS_A_HOLD)
     }
 
-    /// No limit: a request needs the page now, or the calls were counted before.
+    /// Returns a budget without limit: a request needs the page now, or the calls were counted
+    /// before.
     pub(crate) fn unlimited() -> Self {
         Self(u32::MAX)
     }
 
-    /// Whether so many are left; then they are spent.
+    /// Spends this many calls; returns false if fewer are left.
     pub(crate) fn spend(&mut self, calls: u32) -> bool {
         let left = self.0.checked_sub(calls);
         self.0 = left.unwrap_or(0);
@@ -46,9 +48,9 @@ impl Calls {
 /// How far unmapping the pages of a free block got.
 #[derive(Debug)]
 pub(crate) struct Unmapping {
-    /// What was unmapped. The caller hands it to [`Mem::note_unmapped`], several at a time.
+    /// The unmapped addresses. The caller passes them to [`Mem::note_unmapped`], several at a time.
     pub(crate) unmapped: Option<Span>,
-    /// The block with pages that are left to do, or why the driver failed.
+    /// The block with pages that are left to do, or the driver's error.
     pub(crate) rest: DriverResult<Option<BlockId>>,
 }
 
@@ -57,7 +59,8 @@ impl Unmapping {
     pub(crate) const NOTHING: Self = Self { unmapped: None, rest: Ok(None) };
 }
 
-/// Adds addresses that follow those that were unmapped before. If they do not follow, returns those, and begins anew.
+/// Appends newly unmapped addresses to the open span. If they are not adjacent, returns the open
+/// span and starts a new one.
 pub(crate) fn join_unmapped(open: &mut Option<Span>, more: Option<Span>) -> Option<Span> {
     match (&mut *open, more) {
         (_, None) => None,
@@ -70,9 +73,9 @@ pub(crate) fn join_unmapped(open: &mut Option<Span>, more: Option<Span>) -> Opti
 }
 
 impl<D: Driver> Mem<'_, D> {
-    /// Unmaps and releases the pages of `what`, which lie wholly in a free block, as far as `calls` go; then, if nothing of
-    /// the segment is mapped any more, gives back its addresses. `may_go` is asked about each page first. Where the driver
-    /// fails half-way, the pages before are gone.
+    /// Unmaps and releases the pages of `what`, which lie wholly in a free block, as far as `calls`
+    /// allow. Then, if nothing of the segment is mapped any more, gives back its addresses. Asks
+    /// `may_go` about each page first. If the driver fails half-way, the pages before are gone.
     pub(crate) fn unmap_pages(
         &mut self,
         idle: &Idle<'_>,
@@ -120,7 +123,7 @@ impl<D: Driver> Mem<'_, D> {
         Unmapping { unmapped, rest }
     }
 
-    /// Counts and records what was unmapped.
+    /// Counts and records unmapped addresses.
     pub(crate) fn note_unmapped(&mut self, unmapped: Option<Span>, tag: Tag) {
         if let Some(span) = unmapped {
             self.ledger.apply(Change::UnmapEnded(span, tag));

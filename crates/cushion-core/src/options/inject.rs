@@ -1,8 +1,8 @@
-//! Injected failures: so that people can test how their program takes a shortage, without one.
+//! Injected failures: they let programs test how they handle a shortage, without one.
 //!
-//! Off by default. Rules say which allocations fail (the n-th, every n-th, those over a size, a seeded
-//! fraction) and how far: outright, or up to a rung of the ladder, at which they are served. Other rules
-//! fail calls of the driver, by kind.
+//! Off by default. Rules say which allocations fail (the n-th, every n-th, those above a size, a
+//! seeded fraction) and how: they are refused outright, or served at a given rung of the ladder.
+//! Other rules fail calls of the driver, by kind.
 
 use std::fmt;
 use std::sync::{Mutex, PoisonError};
@@ -12,7 +12,7 @@ use crate::base::random::Random;
 use crate::driver::{Call, Fault};
 use crate::options::ladder::Rung;
 
-/// What fails.
+/// A set of rules for injected failures.
 ///
 /// ```
 /// use cushion_core::Injection;
@@ -33,13 +33,13 @@ struct Rule {
     when: When,
     dice: Random,
     seed: u64,
-    /// How many it looked at.
+    /// How many allocations or calls it has counted.
     seen: u64,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum What {
-    /// Allocations of this size and over; at a rung, or outright.
+    /// Allocations of at least `over` bytes, served at the rung `at` or refused outright.
     Allocations { over: u64, at: Option<Rung> },
     /// Calls of the driver.
     Calls { call: Call, fault: Fault },
@@ -53,17 +53,17 @@ enum When {
     Fraction(f64),
 }
 
-/// Why a rule cannot be read.
+/// Why a rule cannot be parsed.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "`{text}` is no rule for injected failures: {why}. A rule is made of `nth=N`, `every=N` or \
+    "`{text}` is not a rule for injected failures: {why}. A rule is made of `nth=N`, `every=N` or \
      `fraction=F` with `seed=N`, and `over=SIZE`, `at=RUNG`, or `driver=CALL` with `fault=oom` or \
-     `fault=CODE`, with commas between them; rules are parted by `;`"
+     `fault=CODE`, separated by commas; rules are separated by `;`"
 )]
 pub struct InjectionError {
     /// The rule.
     pub text: String,
-    /// What is wrong with it.
+    /// The reason.
     pub why: String,
 }
 
@@ -75,20 +75,20 @@ pub(crate) struct Injected {
 }
 
 impl Injection {
-    /// Whether it fails any allocation.
+    /// Returns whether any rule fails allocations.
     #[must_use]
     pub fn fails_allocations(&self) -> bool {
         self.rules.iter().any(|rule| matches!(rule.what, What::Allocations { .. }))
     }
 
-    /// Its rules for calls of the driver alone.
+    /// Returns the rules that fail calls of the driver.
     #[must_use]
     pub fn driver_faults(&self) -> Faults {
         let is_call = |rule: &&Rule| matches!(rule.what, What::Calls { .. });
         Faults { rules: Mutex::new(self.rules.iter().filter(is_call).cloned().collect()) }
     }
 
-    /// Whether this allocation fails. Every rule looks at every allocation.
+    /// Returns the failure of this allocation, if any. Every rule counts every allocation.
     pub(crate) fn strike(&mut self, bytes: u64) -> Option<Injected> {
         let mut struck = None;
         for rule in &mut self.rules {
@@ -103,26 +103,26 @@ impl Injection {
     }
 }
 
-/// Failures of driver calls to come.
+/// The rules that fail calls of the driver.
 #[derive(Debug, Default)]
 pub struct Faults {
     rules: Mutex<Vec<Rule>>,
 }
 
 impl Faults {
-    /// Takes the place of what was to come.
+    /// Replaces the rules.
     pub fn replace(&self, other: Self) {
         let rules = other.rules.into_inner().unwrap_or_else(PoisonError::into_inner);
         *self.rules.lock().unwrap_or_else(PoisonError::into_inner) = rules;
     }
 
-    /// Whether there are none.
+    /// Returns whether there are no rules.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.rules.lock().unwrap_or_else(PoisonError::into_inner).is_empty()
     }
 
-    /// The failure that strikes this call, if any.
+    /// Returns the failure of this call, if any.
     pub fn strike(&self, call: Call) -> Option<Fault> {
         let mut rules = self.rules.lock().unwrap_or_else(PoisonError::into_inner);
         let mut struck = None;
@@ -183,7 +183,7 @@ fn rule(text: &str) -> Result<Rule, InjectionError> {
         };
         if let Some(given) = given {
             if when.replace(given).is_some() {
-                return Err(wrong("it says twice when".to_owned()));
+                return Err(wrong("it has more than one of `nth`, `every`, `fraction`".to_owned()));
             }
             continue;
         }
@@ -207,24 +207,28 @@ fn rule(text: &str) -> Result<Rule, InjectionError> {
             "fault" if value == "oom" => fault = Some(Fault::OutOfMemory),
             "fault" => match value.parse() {
                 Ok(code) => fault = Some(Fault::Failed(code)),
-                Err(_) => return Err(wrong(format!("`{value}` is no code of an error"))),
+                Err(_) => return Err(wrong(format!("`{value}` is not an error code"))),
             },
-            other => return Err(wrong(format!("there is no `{other}`"))),
+            other => return Err(wrong(format!("unknown key `{other}`"))),
         }
     }
     let what = match (call, fault) {
         (Some(_), _) if over.is_some() || at.is_some() => {
-            return Err(wrong("a call of the driver has no size and no rung".to_owned()));
+            return Err(wrong("`driver` excludes `over` and `at`".to_owned()));
         }
         (Some(call), fault) => What::Calls { call, fault: fault.unwrap_or(Fault::OutOfMemory) },
-        (None, Some(_)) => return Err(wrong("a fault is one of a driver's call".to_owned())),
+        (None, Some(_)) => return Err(wrong("`fault` needs `driver`".to_owned())),
         (None, None) => What::Allocations { over: over.unwrap_or(0), at: at.flatten() },
     };
     let filtered = over.is_some() || call.is_some();
     let when = match when {
         Some(when) => when,
         None if filtered => When::Always,
-        None => return Err(wrong("it does not say when".to_owned())),
+        None => {
+            return Err(wrong(
+                "it needs `nth`, `every`, `fraction`, `over` or `driver`".to_owned(),
+            ));
+        }
     };
     Ok(Rule { what, when, dice: Random(seed), seed, seen: 0 })
 }
@@ -299,18 +303,18 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_read_says_why() {
+    fn parse_errors_say_why() {
         for (text, why) in [
             ("often", "`often` has no `=`"),
             ("nth=0", "`0` is not a whole number above 0"),
-            ("nth=1,every=2", "it says twice when"),
+            ("nth=1,every=2", "it has more than one of"),
             ("fraction=2", "`2` is not a fraction from 0 to 1"),
             ("nth=1,at=roof", "there is no rung `roof`"),
             ("driver=fly", "there is no driver call `fly`"),
-            ("driver=alloc,at=wait", "a call of the driver has no size and no rung"),
-            ("nth=1,fault=oom", "a fault is one of a driver's call"),
-            ("seed=3", "it does not say when"),
-            ("nth=1,colour=red", "there is no `colour`"),
+            ("driver=alloc,at=wait", "`driver` excludes `over` and `at`"),
+            ("nth=1,fault=oom", "`fault` needs `driver`"),
+            ("seed=3", "it needs `nth`, `every`, `fraction`, `over` or `driver`"),
+            ("nth=1,colour=red", "unknown key `colour`"),
         ] {
             let error = text.parse::<Injection>().unwrap_err();
             assert!(error.why.starts_with(why), "{text}: {error}");

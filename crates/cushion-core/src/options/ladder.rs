@@ -1,21 +1,21 @@
-//! The names of ladders and rungs: `shortage/ladder.rs` has the steps of each ladder.
+//! The names of ladders and rungs. `shortage/ladder.rs` holds the steps of each ladder.
 
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-/// The ladders there are.
+/// The ladders.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Ladder {
-    /// What PyTorch does.
+    /// PyTorch's steps.
     Torch,
-    /// Ours.
+    /// Cushion's own steps.
     Graceful,
 }
 
 impl Ladder {
-    /// Its name.
+    /// Returns its name.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -31,30 +31,30 @@ impl fmt::Display for Ladder {
     }
 }
 
-/// One way to win memory.
+/// One step of a ladder: a way to obtain memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Rung {
-    /// Give back what has been idle for long, if that is asked for.
+    /// Give back segments that have been idle for long, if garbage collection is on.
     Garbage,
-    /// Ask the driver for more. What fails here falls short.
+    /// Ask the driver for more memory. A request that fails here is short of memory.
     Grow,
     /// Complete the frees that other streams are done with by now.
     Poll,
-    /// Use free blocks of other pools and streams that nobody is at work on, whole.
+    /// Use whole free blocks of other pools and streams on which no work runs.
     Borrow,
-    /// Wait for pending frees: for just enough of them.
+    /// Wait for as many pending frees as are needed.
     Events,
-    /// Give back cached memory that is too large to be split: just enough of it.
+    /// Give back cached blocks that are too large to be split, as many as are needed.
     Oversize,
     /// Give back cached memory, so that the driver can lay it out anew.
     Cached,
-    /// Cut a piece out of free memory of other pools and streams, which keeps the rest of it from being given
-    /// back.
+    /// Cut a block out of free memory of other pools and streams. The rest of that memory can then
+    /// not be given back.
     Pieces,
-    /// Ask the program's own callbacks.
+    /// Call the program's own callbacks.
     Callbacks,
-    /// Wait for other threads, and other processes, to give memory back.
+    /// Wait for other threads and other processes to give memory back.
     Wait,
     /// Use host memory at a device address.
     Spill,
@@ -76,7 +76,7 @@ impl Rung {
         Self::Spill,
     ];
 
-    /// Its name.
+    /// Returns its name.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -94,13 +94,13 @@ impl Rung {
         }
     }
 
-    /// The rung of that name.
+    /// Returns the rung with this name.
     #[must_use]
     pub fn named(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|rung| rung.name() == name)
     }
 
-    /// What it does, to complete "Cushion ...".
+    /// Returns what it does, to complete "Cushion ...".
     pub(crate) fn deed(self) -> &'static str {
         match self {
             Self::Garbage => "gave back what was idle for long",
@@ -117,7 +117,8 @@ impl Rung {
         }
     }
 
-    /// Whether it may be switched off: without asking the driver there is no allocator.
+    /// Returns whether it may be switched off. Without [`Grow`](Self::Grow) the engine would never
+    /// obtain memory.
     #[must_use]
     pub fn can_be_skipped(self) -> bool {
         self != Self::Grow
@@ -130,33 +131,33 @@ impl fmt::Display for Rung {
     }
 }
 
-/// Some of the rungs.
+/// A set of rungs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct RungSet(u16);
 
 impl RungSet {
-    /// None.
+    /// The empty set.
     pub const NONE: Self = Self(0);
 
-    /// Whether a rung is among them.
+    /// Returns whether the set contains a rung.
     #[must_use]
     pub fn contains(self, rung: Rung) -> bool {
         self.0 & (1 << rung as u16) != 0
     }
 
-    /// These and one more.
+    /// Returns the set with one more rung.
     #[must_use]
     pub fn with(self, rung: Rung) -> Self {
         Self(self.0 | 1 << rung as u16)
     }
 
-    /// These and those.
+    /// Returns the union of two sets.
     #[must_use]
     pub fn and(self, others: Self) -> Self {
         Self(self.0 | others.0)
     }
 
-    /// The rungs, in order.
+    /// Returns the rungs, in order.
     pub fn iter(self) -> impl Iterator<Item = Rung> {
         Rung::ALL.into_iter().filter(move |&rung| self.contains(rung))
     }

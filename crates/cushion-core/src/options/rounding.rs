@@ -1,14 +1,15 @@
-//! How sizes of requests are rounded, as PyTorch rounds them and as the options ask for.
+//! Rounding of request sizes, as PyTorch rounds them and as the options ask for.
 //!
-//! Pure functions, checked arithmetic only. Every size the engine stores is a multiple of [`MIN_BLOCK`]. A request that
-//! cannot be rounded without overflow is refused here, before anything has changed.
+//! These are pure functions with checked arithmetic. Every size that the engine stores is a
+//! multiple of [`MIN_BLOCK`]. A request that cannot be rounded without overflow is refused here,
+//! before any state has changed.
 
 use crate::base::size::{
     MIN_BLOCK, OWN_SEGMENT, SEGMENT_ROUNDING, SMALL_SEGMENT, is_small, round_up,
 };
 use crate::options::Options;
 
-/// The size of the block that serves a request of `requested` bytes; `None` on overflow.
+/// Returns the size of the block that serves a request of `requested` bytes; `None` on overflow.
 #[must_use]
 pub fn block_size(requested: u64, options: &Options) -> Option<u64> {
     if requested < MIN_BLOCK {
@@ -32,7 +33,7 @@ fn round_to_division(size: u64, divisions: u64) -> Option<u64> {
     if step == 0 { floor.checked_mul(2) } else { round_up(size, step) }
 }
 
-/// How much a miss asks the device for, when a segment is made for it; `None` on overflow.
+/// Returns the size of the segment that a miss asks the device for; `None` on overflow.
 #[must_use]
 pub fn segment_size(block_size: u64, options: &Options) -> Option<u64> {
     if is_small(block_size) {
@@ -64,7 +65,7 @@ mod tests {
     #[test]
     fn divisions_step_between_powers_of_two() {
         let options = Options { roundup_power2_divisions: [4; 16], ..Options::default() };
-        // 1200 is not over 512 * 4, so plain rounding holds.
+        // 1200 is not above 512 * 4, so it is rounded to 512.
         assert_eq!(block_size(1200, &options), Some(1536));
         assert_eq!(block_size(5 * MIB, &options), Some(5 * MIB));
         assert_eq!(block_size(5 * MIB + 1, &options), Some(6 * MIB));

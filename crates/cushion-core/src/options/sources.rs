@@ -338,7 +338,7 @@ mod tests {
         let settings = gather(asked, &variables).unwrap();
         assert_eq!((settings.receipts, settings.inject), (None, Some("nth=2".parse().unwrap())));
         let error = gather(Asked::default(), &[("CUSHION_INJECT", "soon")]).unwrap_err();
-        assert!(error.to_string().starts_with("CUSHION_INJECT: `soon` is no rule"), "{error}");
+        assert!(error.to_string().starts_with("CUSHION_INJECT: `soon` is not a rule"), "{error}");
     }
 
     #[test]

@@ -1,5 +1,5 @@
-//! What can go wrong, each kind apart: full now, can never fit, told to give way or to split, driver
-//! broken, misuse.
+//! Errors, one type or variant for each kind: full now, can never fit, told to give way or to
+//! split, driver failure, misuse.
 
 use std::fmt;
 use std::time::Duration;
@@ -12,33 +12,34 @@ use crate::driver::{DriverError, StreamId};
 use crate::options::Policy;
 use crate::options::ladder::Rung;
 
-/// Why an allocation was refused. Nothing was handed out and nothing is lost.
+/// Why an allocation was refused. No memory was handed out or lost.
 #[derive(Debug, Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum AllocError {
-    /// The device, or the limit on it, is full now; it may fit later.
+    /// The device, or the limit on it, is full now. The request may fit later.
     #[error("out of memory: {0}")]
     FullNow(Box<Shortage>),
-    /// More than the device, or the limit on it, could ever give.
+    /// The request needs more than the device has, or than the limit allows.
     #[error("out of memory, and it can never fit: {0}")]
     NeverFits(Box<Shortage>),
-    /// Every task that holds memory waits for more, and this one is the least valuable: if it gives back
-    /// what it holds and begins again later, the others can go on.
+    /// Every task that holds memory waits for more, and this task is the least valuable. If it
+    /// frees its memory and starts again later, the others can go on.
     #[error(
-        "out of memory, because all tasks wait for each other: give back what this one holds, and begin again; {0}"
+        "out of memory, because all tasks wait for each other: give back what this one holds, and \
+         begin again; {0}"
     )]
     GiveWay(Box<Shortage>),
-    /// The task is the only one that holds memory, so that nobody else can make room: it can ask for less
-    /// at a time, or give everything back, empty the cache and begin again.
-    #[error("out of memory, and nobody else holds any: ask for less at a time; {0}")]
+    /// No other task holds memory, so that waiting cannot help. The task can ask for less at a
+    /// time, or free everything, empty the cache and start again.
+    #[error("out of memory, and no other task holds any: ask for less at a time; {0}")]
     Split(Box<Shortage>),
-    /// The driver failed for another reason than memory.
+    /// The driver failed for a reason other than lack of memory.
     #[error(transparent)]
     Driver(#[from] DriverError),
 }
 
 impl AllocError {
-    /// The figures, where memory ran out.
+    /// Returns the figures, if memory ran out.
     #[must_use]
     pub fn shortage(&self) -> Option<&Shortage> {
         match self {
@@ -51,83 +52,86 @@ impl AllocError {
     }
 }
 
-/// The figures behind a shortage.
+/// The figures of a shortage.
+///
+/// It has many fields because they are the JSON form of receipts.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Shortage {
     /// The number of its receipt.
     pub receipt: u64,
-    /// What the caller asked for.
+    /// Bytes that the caller asked for.
     pub requested: u64,
-    /// The size of the block that would serve it.
+    /// Bytes of the block that would serve the request.
     pub size: u64,
-    /// What the engine wanted to get from the device for it; `u64::MAX` if that overflows.
+    /// Bytes that the engine wanted from the device for it; `u64::MAX` on overflow.
     pub wanted: u64,
-    /// The stream it was for.
+    /// The stream of the request.
     pub stream: StreamId,
-    /// The pool it was for.
+    /// The pool of the request.
     pub pool: PoolId,
     /// The policy in force.
     pub policy: Policy,
     /// Physical memory of the device.
     pub device_total: u64,
-    /// What the device reported free, other processes included; `None` if it would not say.
+    /// Bytes that the device reported as free, with other processes counted; `None` if it did not
+    /// report.
     pub device_free: Option<u64>,
     /// The limit set for this process, if any.
     pub allowed: Option<u64>,
     /// Bytes of physical memory held.
     pub reserved: u64,
-    /// Bytes of blocks their owners have not given back.
+    /// Bytes of live blocks that their owners have not freed.
     pub allocated: u64,
-    /// Bytes given back that wait for another stream.
+    /// Bytes that were freed and wait for another stream.
     pub pending: u64,
     /// Bytes in host memory, at device addresses.
     pub spilled: u64,
-    /// Bytes of the device that are neither free nor this engine's, nor what every process costs: other processes
-    /// have them, or this one has them past its allocator.
+    /// Bytes of the device that are neither free, nor reserved by this engine, nor the fixed cost
+    /// of a process. Other processes hold them, or this process does outside its allocator.
     #[serde(default)]
     pub others: u64,
-    /// Bytes held that cannot be given back as things lie; known of requests that were refused.
+    /// Reserved bytes that cannot be given back as blocks lie now; set for refused requests.
     #[serde(default)]
     pub stuck: Option<u64>,
-    /// Whether it would fit if what lives lay on pages, as it does with policy expandable.
+    /// Whether the request would fit if live blocks lay on pages, as under policy `expandable`.
     #[serde(default)]
     pub fits_on_pages: bool,
-    /// Free bytes kept for private pools.
+    /// Free bytes in private pools.
     pub private_free: u64,
     /// The largest free block of any pool on any stream.
     pub largest_free: u64,
-    /// Whether allocations went to a private pool, so that nothing could be given back: a graph
+    /// Whether allocations went to a private pool, so that no memory could be given back: a graph
     /// capture may have been under way.
     pub recording: bool,
-    /// Whether the shortage was made up, to test how a program takes it.
+    /// Whether the shortage was injected, to test how a program handles it.
     pub injected: bool,
-    /// Whether the memory was to be there for later: see [`Engine::prefetch`](crate::Engine::prefetch).
+    /// Whether the request was a prefetch: see [`Engine::prefetch`](crate::Engine::prefetch).
     #[serde(default)]
     pub ahead: bool,
-    /// How long the request might have waited.
+    /// How long the request was allowed to wait.
     #[serde(with = "seconds", default)]
     pub budget: Duration,
-    /// What was tried, in order, and what could not be.
+    /// The rungs in order, tried or not.
     pub tried: Vec<Tried>,
 }
 
 impl Shortage {
-    /// Bytes held and in nobody's use.
+    /// Returns the bytes that are reserved and neither allocated nor pending.
     #[must_use]
     pub fn cached(&self) -> u64 {
         self.reserved.saturating_sub(self.allocated).saturating_sub(self.pending)
     }
 
-    /// Bytes that could still be got from the device.
+    /// Returns the bytes that the device could still provide.
     #[must_use]
     pub fn room(&self) -> u64 {
         let allowed = self.allowed.map_or(u64::MAX, |most| most.saturating_sub(self.reserved));
         self.device_free.unwrap_or(0).min(allowed)
     }
 
-    /// Bytes that would have to be given back beside what could be now, for the driver to serve the request; zero if it
-    /// is not known how much could be.
+    /// Returns the bytes that would have to be given back in addition to those that can be now, for
+    /// the driver to serve the request. Zero if it is not known how many can be.
     fn missing_in_one(&self) -> u64 {
         let stuck = if self.recording { Some(self.reserved) } else { self.stuck };
         stuck.map_or(0, |stuck| {
@@ -137,17 +141,17 @@ impl Shortage {
         })
     }
 
-    /// The rungs that did something, for people.
+    /// Returns the rungs that did something, for people.
     pub fn deeds(&self) -> impl Iterator<Item = &Tried> {
         self.tried.iter().filter(|tried| match tried.ended {
             Ended::Nothing => tried.rung == Rung::Grow,
-            // It had no time to begin with.
+            // Shorter: it had no time to begin with.
             Ended::TimeIsUp => tried.took >= Duration::from_millis(1),
             ended => ended.was_tried(),
         })
     }
 
-    /// What would make the request fit, the least change first. Worked out when asked.
+    /// Returns changes that would make the request fit, the smallest first. Computed on each call.
     #[must_use]
     pub fn remedies(&self) -> Vec<Remedy> {
         let most = self.allowed.unwrap_or(u64::MAX).min(self.device_total);
@@ -157,7 +161,7 @@ impl Shortage {
         let mut remedies = Vec::new();
         let own = self.cached().saturating_add(self.room());
         if own >= self.size {
-            // It is there, in pieces.
+            // There is enough memory, but it is not contiguous.
             if self.fits_on_pages && !self.recording {
                 remedies.push(Remedy::Policy(Policy::Expandable));
             }
@@ -182,19 +186,19 @@ impl Shortage {
     }
 }
 
-/// What would make a request fit.
+/// A change that would make a request fit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Remedy {
-    /// Another policy: memory enough is there, in pieces.
+    /// Use another policy: there is enough memory, but it is not contiguous.
     Policy(Policy),
-    /// Time: so many bytes wait for other streams.
+    /// Wait: this many bytes are pending.
     Pending(u64),
-    /// Other processes hold so many bytes.
+    /// End other processes: they hold this many bytes.
     Others(u64),
-    /// So many bytes more.
+    /// Provide this many more bytes.
     More(u64),
-    /// To ask before a graph is captured, when memory can be given back.
+    /// Allocate before a graph is captured, when memory can be given back.
     OutsideCapture,
 }
 
@@ -214,15 +218,15 @@ impl fmt::Display for Remedy {
     }
 }
 
-/// One rung: what it won, or why it did not.
+/// A rung, the bytes it won and how it ended.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Tried {
     /// The rung.
     pub rung: Rung,
-    /// How it ended, the last time.
+    /// How its latest try ended.
     pub ended: Ended,
-    /// Bytes it won: that became free, or that the driver got back.
+    /// Bytes that became free or that the driver got back.
     pub won: u64,
     /// The time it took.
     #[serde(with = "seconds", rename = "seconds")]
@@ -237,30 +241,30 @@ pub struct Tried {
 pub enum Ended {
     /// It won enough: the request was served.
     Served,
-    /// It won something, but not enough.
+    /// It won memory, but not enough.
     TooLittle,
-    /// It won nothing.
+    /// It won no memory.
     Nothing,
-    /// What there was time for was not enough.
+    /// Time ran out before it won enough.
     TimeIsUp,
-    /// It failed: the driver did, or the program's own callbacks.
+    /// The driver or a callback of the program failed.
     Failed,
     /// It is switched off.
     Off,
-    /// It is illegal while allocations go to a private pool, where a graph capture may be under way.
+    /// It is illegal while allocations go to a private pool: a graph capture may be under way.
     Illegal,
-    /// An injected failure kept it from being tried.
+    /// An injected failure skipped it.
     Injected,
 }
 
 impl Ended {
-    /// Whether something was done at all.
+    /// Returns whether the rung was tried at all.
     #[must_use]
     pub fn was_tried(self) -> bool {
         !matches!(self, Self::Off | Self::Illegal | Self::Injected)
     }
 
-    /// For people.
+    /// Returns the text for people.
     #[must_use]
     pub fn text(self) -> &'static str {
         match self {
@@ -357,49 +361,50 @@ pub(crate) mod seconds {
     }
 }
 
-/// Why a free, or a note about an address, was not taken.
+/// Why a free, or a call about an address, was rejected.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum AddressError {
-    /// No live allocation starts at this address: it was never handed out, or already given back.
+    /// No live allocation starts at this address: it was never handed out, or was freed before.
     #[error(
-        "no live allocation starts at {address:#x}: it was never handed out here, or was freed before"
+        "no live allocation starts at {address:#x}: it was never handed out here, or was freed \
+         before"
     )]
     Unknown {
         /// The address.
         address: u64,
     },
-    /// The free was taken, but an event could not be recorded for it. The block stays pending and
-    /// the event is tried again; do not free it again.
+    /// The free was accepted, but no event could be recorded for it. The block stays pending and
+    /// the event is tried again; do not free the address again.
     #[error("the free of {address:#x} was taken, but it stays pending: {source}")]
     Driver {
         /// The address.
         address: u64,
-        /// What the driver said.
+        /// The driver's error.
         source: DriverError,
     },
 }
 
-/// Why a call about a private pool was not taken.
+/// Why a call about a private pool was rejected.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum PoolError {
-    /// There is no such pool.
+    /// No such pool exists.
     #[error("no private pool {0}")]
     Unknown(PoolId),
-    /// `(0, 0)` is the default pool; it cannot be made, recorded to or released.
+    /// `(0, 0)` is the default pool. It cannot be created, recorded to or released.
     #[error("{0} is the default pool, not a private one")]
     Default(PoolId),
-    /// Its last use was released.
+    /// The last use of the pool was released.
     #[error("private pool {0} was released; its memory may be given back at any time")]
     Released(PoolId),
-    /// Allocations go to it already.
+    /// Allocations already go to the pool.
     #[error("allocations go to private pool {0} already")]
     AlreadyRecording(PoolId),
-    /// Allocations still go to it, so its last use cannot be released.
+    /// Allocations still go to the pool, so that its last use cannot be released.
     #[error("allocations still go to private pool {0}: end that before its last use is released")]
     StillRecording(PoolId),
-    /// Allocations do not go to it.
+    /// Allocations do not go to the pool.
     #[error("allocations do not go to private pool {0}")]
     NotRecording(PoolId),
 }

@@ -11,41 +11,44 @@ use crate::base::size::display;
 use crate::options::ladder::{Ladder, Rung};
 
 /// The record of one shortage.
+///
+/// It has many fields because they are the JSON form of receipts.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Receipt {
-    /// Its number, from 1 for each engine.
+    /// Its number, counted from 1 for each engine.
     pub number: u64,
     /// The device.
     pub device: u32,
     /// When the request fell short, on the engine's clock.
     #[serde(with = "seconds")]
     pub at: Duration,
-    /// The time lost by it.
+    /// The time from then until the request ended.
     #[serde(with = "seconds")]
     pub took: Duration,
-    /// The ladder that was climbed.
+    /// The ladder in force.
     pub ladder: Ladder,
-    /// Who asked: the thread, or the task.
+    /// The name of the thread or task that asked.
     pub who: String,
-    /// The same, for this process alone.
+    /// The number of the thread or task, valid in this process only.
     #[serde(skip)]
     pub owner: Owner,
-    /// The tag of the request: the number of its stack, where those are recorded.
+    /// The tag of the request: the number of its stack, if stacks are recorded.
+    #[serde(rename = "context")]
     pub tag: Tag,
-    /// That stack, innermost frame first.
+    /// The stack, innermost frame first.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub stack: Vec<String>,
-    /// How it ended.
+    /// How the shortage ended.
     pub outcome: Outcome,
-    /// The figures and each rung. The figures are those of the moment it fell short if it was survived, and of the end
-    /// if it was refused.
+    /// The figures and each rung. If the request was served, the figures are those of the moment
+    /// when it fell short; if it was refused, those of the end.
     pub shortage: Shortage,
-    /// The largest groups of live allocations at that moment, the largest first.
+    /// The largest groups of live allocations at that moment, largest first.
     pub groups: Vec<Group>,
-    /// Who held live memory at that moment, the most first.
+    /// The owners of live memory at that moment, largest first.
     pub holders: Vec<Holder>,
-    /// What the program's callbacks did, in order.
+    /// What each callback of the program did, in order.
     #[serde(default)]
     pub answers: Vec<Answer>,
 }
@@ -57,9 +60,9 @@ pub struct Receipt {
 pub enum Outcome {
     /// The request was served, by this rung.
     Survived(Rung),
-    /// Refused: full now.
+    /// Refused: the device or the limit is full now.
     Full,
-    /// Refused: it can never fit.
+    /// Refused: the request can never fit.
     NeverFits,
     /// Refused: the task was told to give way.
     GiveWay,
@@ -67,18 +70,18 @@ pub enum Outcome {
     Split,
     /// Refused: the driver failed.
     Driver,
-    /// The request was given up by who made it.
+    /// The caller abandoned the request.
     GivenUp,
 }
 
 impl Outcome {
-    /// Whether the request was served.
+    /// Returns whether the request was served.
     #[must_use]
     pub fn is_survived(self) -> bool {
         matches!(self, Self::Survived(_))
     }
 
-    /// For people.
+    /// Returns the text for people.
     #[must_use]
     pub fn text(self) -> String {
         match self {
@@ -97,24 +100,25 @@ impl Outcome {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Group {
-    /// The tag: the number of a stack, where those are recorded.
+    /// The tag: the number of a stack, if stacks are recorded.
+    #[serde(rename = "context")]
     pub tag: Tag,
-    /// Bytes each was asked for with.
+    /// Bytes requested for each allocation.
     pub each: u64,
-    /// How many there are.
+    /// The number of allocations.
     pub count: u64,
     /// Bytes of their blocks together.
     pub bytes: u64,
-    /// The stack that the tag stands for, innermost frame first.
+    /// The stack behind the tag, innermost frame first.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub stack: Vec<String>,
 }
 
-/// What one thread or task held.
+/// The live memory of one thread or task.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Holder {
-    /// Who.
+    /// The name of the thread or task.
     pub who: String,
     /// Bytes of live blocks.
     pub bytes: u64,
@@ -136,16 +140,16 @@ impl fmt::Display for Receipt {
     }
 }
 
-/// What one callback did about a shortage.
+/// The result of one callback.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Answer {
-    /// The callback, by its name.
+    /// The name of the callback.
     pub callback: String,
-    /// What it said.
+    /// The message it returned.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub said: Option<String>,
-    /// What it failed with.
+    /// The error it failed with.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub failed: Option<String>,
     /// Bytes that became free, or that the driver got back, while it ran.
@@ -153,7 +157,7 @@ pub struct Answer {
     /// How long it took.
     #[serde(with = "seconds", rename = "seconds")]
     pub took: Duration,
-    /// It took longer than it was given, and is not called again.
+    /// Whether it exceeded its time and is not called again.
     #[serde(default)]
     pub switched_off: bool,
 }

@@ -1,9 +1,9 @@
 //! `expandable`: PyTorch's expandable segments, to the byte.
 //!
-//! A segment is a reserved range of addresses, filled with pages from its lowest addresses up. PyTorch's have room for more
-//! than the whole device. Those of later lanes are smaller here (`memory/addresses.rs`), and laid out the same until they
-//! are full. A free block that borders on unmapped addresses can grow, so for best fit it counts as the size it could grow
-//! to.
+//! A segment is a reserved range of addresses, filled with pages from its lowest addresses up.
+//! PyTorch's segments have more addresses than the whole device. Those of later lanes are smaller
+//! here (`memory/addresses.rs`), and have the same layout until they are full. A free block next to
+//! unmapped addresses can grow, so for best fit it counts as the size to which it could grow.
 
 use super::{Rules, is_oversized_for};
 use crate::base::names::PolicyIndex;
@@ -58,7 +58,7 @@ impl<D: Driver> Rules<D> for Expandable {
         grown
     }
 
-    /// Some of the pages may be mapped already.
+    /// Some of its pages may be mapped already.
     fn needed(&mut self, _mem: &mut Mem<'_, D>, request: &Request) -> u64 {
         request.size
     }
@@ -74,14 +74,14 @@ impl<D: Driver> Rules<D> for Expandable {
     }
 }
 
-/// The addresses that PyTorch would reserve for a segment, and the size of its pages.
+/// Returns the addresses that PyTorch would reserve for a segment, and the size of its pages.
 pub(crate) fn segment_for<D: Driver>(mem: &Mem<'_, D>, request: &Request) -> (u64, u64) {
     let page_size = if request.small { SMALL_SEGMENT } else { mem.options.large_segment_size };
     let page_size = page_size.next_multiple_of(mem.device.granularity);
     (pytorchs_room(mem, page_size).max(request.size), page_size)
 }
 
-/// Puts pages behind the addresses from `start` on until a free block for the request is there.
+/// Maps pages at the addresses from `start` on until there is a free block for the request.
 fn extend<D: Driver>(
     mem: &mut Mem<'_, D>,
     start: BlockId,
@@ -95,15 +95,16 @@ fn extend<D: Driver>(
     })
 }
 
-/// The addresses that PyTorch reserves for a segment: more than the device, so that pages unmapped low down can be used
-/// again at the end.
+/// Returns the addresses that PyTorch reserves for a segment: more than the device, so that pages
+/// unmapped at low addresses can be used again at the end.
 fn pytorchs_room<D: Driver>(mem: &Mem<'_, D>, page_size: u64) -> u64 {
     let room = mem.device.total.saturating_add(mem.device.total / 8);
     round_up(room, page_size).unwrap_or(u64::MAX / 2)
 }
 
-/// The size a free block could grow to by pages behind the unmapped block after it. At the end of a segment with fewer
-/// addresses than PyTorch would have reserved, the rest of them count too: the same block is chosen as in PyTorch.
+/// Returns the size to which a free block could grow by pages in the unmapped block after it. At
+/// the end of a segment with fewer addresses than PyTorch would have reserved, the missing
+/// addresses count, too: the choice is then the same as PyTorch's.
 fn grown_size<D: Driver>(mem: &Mem<'_, D>, id: BlockId) -> u64 {
     let block = &mem.heap[id];
     let unmapped = block.next.map(|next| &mem.heap[next]).filter(|next| !next.is_mapped());
@@ -117,7 +118,8 @@ fn grown_size<D: Driver>(mem: &Mem<'_, D>, id: BlockId) -> u64 {
     }
 }
 
-/// The lowest address from which free and unmapped blocks in a row have room for `size` bytes.
+/// Returns the block at the lowest address from which adjacent free and unmapped blocks have room
+/// for `size` bytes.
 fn lowest_room<D: Driver>(mem: &Mem<'_, D>, lane: &Lane, size: u64) -> Option<BlockId> {
     let usable =
         |id: &BlockId| matches!(mem.heap[*id].state, BlockState::Free | BlockState::Unmapped);

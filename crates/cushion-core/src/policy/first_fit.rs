@@ -1,5 +1,5 @@
-//! The smallest policy: first fit, over one plain segment a request. It shows that a policy is one implementation of
-//! [`Rules`], and that nothing outside this room has to know it.
+//! The smallest policy: first fit, with one plain segment for each miss. It shows that a policy is
+//! one implementation of [`Rules`], and that code outside this room need not know it.
 
 use super::Rules;
 use crate::base::names::PolicyIndex;
@@ -13,7 +13,7 @@ struct FirstFit {
 }
 
 impl<D: Driver> Rules<D> for FirstFit {
-    /// The lowest free block that is large enough.
+    /// Returns the lowest free block that is large enough.
     fn find(&self, mem: &Mem<'_, D>, request: &Request) -> Option<Found> {
         let free = mem.heap.lane(request.lane)?.free().at_least(request.size);
         free.min_by_key(|&id| mem.heap[id].address).map(Found::Block)
@@ -62,7 +62,7 @@ mod tests {
 
     const STREAM: StreamId = StreamId(0);
 
-    /// An engine of which first fit is in force.
+    /// Returns an engine with first fit in force.
     fn shared(capacity: u64) -> Shared<SimDriver> {
         let driver = SimDriver::new(SimConfig::with_capacity(capacity));
         let device = driver.properties();
@@ -127,7 +127,7 @@ mod tests {
         let mut random = Random(7);
         let mut live = Vec::new();
         for _ in 0..400 {
-            if live.len() > 12 || !live.is_empty() && random.next() % 3 == 0 {
+            if live.len() > 12 || !live.is_empty() && random.next().is_multiple_of(3) {
                 let at = usize::try_from(random.next() % live.len() as u64).unwrap();
                 free(&shared, live.swap_remove(at));
             } else {

@@ -1,20 +1,20 @@
 //! `paged`: addresses are plentiful, pages are not. Cushion's own policy, and the default.
 //!
-//! Every page keeps one home address for as long as it is held. The homes of a lane lie end to end, so that free memory
-//! merges as in one large segment, and a hit is plain best fit. Where no free block serves a request though there is enough
-//! free memory, parts of it get a second address side by side: a [`stitch`]. Only what is missing then is asked of the
-//! driver.
+//! Every page keeps one home address for as long as it is held. The homes of a lane lie end to end,
+//! so that free memory merges as in one large segment, and a hit is plain best fit. If no free
+//! block serves a request although there is enough free memory, scattered free pages get second
+//! addresses side by side: a [`stitch`]. Only the missing bytes are requested from the driver.
 //!
 //! | file | subject |
 //! |---|---|
-//! | `growth.rs` | a miss: fresh pages, or a stitch, whichever is cheaper |
-//! | `sizes.rs` | how large fresh pages are |
-//! | `room.rs` | where in the homes the least is missing |
-//! | `free_pages.rs`, `plan.rs` | which free memory a new stitch is made of |
-//! | `stitch.rs`, `lend.rs` | stitches: what they are; making, using and taking them apart |
-//! | `layout.rs` | where the same request was served before |
-//! | `split.rs` | near the limit, pages are split |
-//! | `trim.rs` | pages that are not needed go back |
+//! | `growth.rs` | a miss: fresh pages or a stitch, whichever is cheaper |
+//! | `sizes.rs` | the sizes of fresh pages |
+//! | `room.rs` | the place in the homes with the fewest missing bytes |
+//! | `free_pages.rs`, `plan.rs` | the free memory that a new stitch consists of |
+//! | `stitch.rs`, `lend.rs` | stitches: their table; making, using and dissolving them |
+//! | `layout.rs` | the place where the same request was served before |
+//! | `split.rs` | pages are split when memory is nearly exhausted |
+//! | `trim.rs` | pages that are not needed are given back |
 
 mod check;
 mod free_pages;
@@ -50,27 +50,28 @@ use crate::memory::unmap::{Calls, Unmapping};
 use crate::memory::{Found, GiveBack, Mem, Request};
 use crate::streams::proof::{Idle, Proof};
 
-/// The policy, and what it keeps about memory that it laid out.
+/// The policy, and its state about the memory that it laid out.
 #[derive(Debug, Default)]
 pub(super) struct Paged {
     stitches: Stitches,
     layout: Layout,
     windows: Windows,
-    /// Whether more was freed so far than was live then: before that, a program loads what it keeps.
+    /// Whether the program has freed more so far than is live. Before that, it loads memory that it
+    /// keeps.
     has_loaded: bool,
-    /// Bytes freed before the ledger's totals last began again from zero.
+    /// Bytes freed before the totals of the ledger were last reset.
     freed_before: u64,
-    /// Whether so little of the limit is left that pages are smaller than they would be.
+    /// Whether so little of the limit is left that pages are smaller than usual.
     is_tight: bool,
-    /// The most that was live, as of the last window.
+    /// The peak of live bytes, as of the last window.
     high_water: u64,
 }
 
-/// What the policy keeps about one lane.
+/// The policy's notes on one lane.
 #[derive(Debug)]
 struct PagedLane {
     free_pages: FreePages,
-    /// Where room was found: for how many bytes, and at which count of the lane's changes.
+    /// The room found last: the size it was for, the lane's count of changes then, and the room.
     room: Option<(u64, u64, Option<Room>)>,
 }
 
@@ -79,7 +80,7 @@ impl<D: Driver> Rules<D> for Paged {
         self.served_before(mem, request).or_else(|| self.find_to_lend(mem, request))
     }
 
-    /// Best fit, or a stitch made before.
+    /// Best fit, or an existing stitch.
     fn find_to_lend(&self, mem: &Mem<'_, D>, request: &Request) -> Option<Found> {
         let lane = mem.heap.lane(request.lane);
         if let Some(block) = lane.and_then(|lane| lane.free().at_least(request.size).next()) {
@@ -100,7 +101,12 @@ impl<D: Driver> Rules<D> for Paged {
         Some(found)
     }
 
-    fn prepare(&mut self, mem: &mut Mem<'_, D>, found: Found, request: &Request) -> BlockId {
+    fn prepare(
+        &mut self,
+        mem: &mut Mem<'_, D>,
+        found: Found,
+        request: &Request,
+    ) -> (BlockId, bool) {
         let id = match found {
             Found::Block(id) => id,
             Found::Within { block, address } => {
@@ -112,7 +118,7 @@ impl<D: Driver> Rules<D> for Paged {
             Found::Stitch(number) => self.lend(mem, StitchId::new(number), request.size),
         };
         self.remember(mem, request, id);
-        id
+        (id, mem.heap[id].size - request.size >= MIN_BLOCK)
     }
 
     fn splits(&self, mem: &Mem<'_, D>, id: BlockId, size: u64) -> bool {
@@ -145,7 +151,7 @@ impl<D: Driver> Rules<D> for Paged {
         !request.small && !mem.is_recording() && self.growing_passes_high_water(mem, request)
     }
 
-    /// No segment is made for a request: pages are enough.
+    /// No segment is created for a request: pages are enough.
     fn wanted(&self, mem: &Mem<'_, D>, request: &Request) -> u64 {
         mem.whole_units(request.size)
     }
@@ -173,7 +179,7 @@ impl<D: Driver> Rules<D> for Paged {
         if start < end { GiveBack::Pages { start, end } } else { GiveBack::Nothing }
     }
 
-    /// A page leaves its stitches first.
+    /// Takes each page out of its stitches first.
     fn unmap(&mut self, mem: &mut Mem<'_, D>, idle: &Idle<'_>, calls: &mut Calls) -> Unmapping {
         let block = &mem.heap[idle.block()];
         if !block.is_free() {
@@ -185,10 +191,10 @@ impl<D: Driver> Rules<D> for Paged {
         })
     }
 
-    fn complete_free(&mut self, mem: &mut Mem<'_, D>, id: BlockId, tag: Tag) {
-        match mem.kind_of(id) {
+    fn complete_free(&mut self, mem: &mut Mem<'_, D>, id: BlockId, kind: Kind, tag: Tag) {
+        match kind {
             Kind::Stitch(number) => self.return_home(mem, StitchId::new(number), id, tag),
-            _ => mem.complete_free(id, tag),
+            kind => mem.complete_free(id, kind, tag),
         }
     }
 
@@ -256,7 +262,7 @@ impl<D: Driver> Rules<D> for Paged {
 }
 
 impl PagedLane {
-    /// Keeps notes about a lane from now on, if there are none.
+    /// Creates the notes on a lane, if there are none.
     fn open(heap: &mut Heap, at: LaneId, small: bool) {
         if heap.lane(at).is_some_and(|lane| lane.notes::<Self>().is_none()) {
             let free_pages = FreePages::new(small);
@@ -264,7 +270,7 @@ impl PagedLane {
         }
     }
 
-    /// Lets `f` change the notes about a lane; `None` if there are none.
+    /// Runs `f` on the notes on a lane; returns `None` if there are none.
     fn change<T>(
         heap: &mut Heap,
         at: LaneId,
@@ -276,12 +282,12 @@ impl PagedLane {
         changed
     }
 
-    /// How the lane's pages are free, as of the last look.
+    /// Returns the free pages of the lane, as of the last look.
     fn free_pages(&self) -> &FreePages {
         &self.free_pages
     }
 
-    /// Looks at the pages of a lane that changed.
+    /// Looks at the changed pages of a lane.
     fn refresh<D: Driver>(mem: &mut Mem<'_, D>, at: LaneId) {
         let backing = &*mem.backing;
         let looked_at = Self::change(mem.heap, at, |notes, heap| {
@@ -299,7 +305,7 @@ impl PagedLane {
         mem.looks.at_pages(looked_at.unwrap_or(0));
     }
 
-    /// The room found for `size` bytes, if the lane has not changed since.
+    /// Returns the room found for `size` bytes, if the lane has not changed since.
     fn room_seen(&self, lane: &Lane, size: u64) -> Option<Option<Room>> {
         let (for_size, changes, room) = self.room?;
         (for_size == size && changes == lane.changes()).then_some(room)

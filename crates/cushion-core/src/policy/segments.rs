@@ -15,7 +15,7 @@ pub(super) struct Segments;
 impl<D: Driver> Rules<D> for Segments {
     fn find(&self, mem: &Mem<'_, D>, request: &Request) -> Option<Found> {
         let lane = mem.heap.lane(request.lane)?;
-        // Memory that came in pages, before this policy was in force, is passed over.
+        // Skips memory in pages, from before this policy was in force.
         let is_plain = |id: &BlockId| mem.heap.segment_of(*id).is_plain();
         let id = lane.free().at_least(request.size).find(is_plain)?;
         let is_oversized = is_oversized_for(mem, mem.heap[id].size, request.size);
@@ -44,7 +44,8 @@ impl<D: Driver> Rules<D> for Segments {
         request.wanted
     }
 
-    /// Lays the live blocks of each lane on pages in a row, as they lie now: pages between them could then be given back.
+    /// Places the live blocks of each lane on pages in a row, in their present order. Pages without
+    /// a live block could then be given back.
     fn would_fit_on_pages(&self, mem: &Mem<'_, D>, request: &Request, free: u64) -> bool {
         if !mem.device.has_pages {
             return false;
@@ -68,7 +69,7 @@ impl<D: Driver> Rules<D> for Segments {
         let mut on_pages = 0;
         for lane in heads.chunk_by(|a, b| a.lane == b.lane) {
             let page_size = page_size(mem.heap[lane[0].lane.pool].small);
-            // The offset in the row, and the first page that no live block has been seen on.
+            // The offset in the row, and the first page on which no live block was found.
             let (mut offset, mut next_page) = (0, 0);
             for block in lane.iter().copied().flat_map(chain) {
                 in_segments += block.size;
@@ -81,7 +82,7 @@ impl<D: Driver> Rules<D> for Segments {
                 offset = end;
             }
         }
-        // What private pools hold stays theirs.
+        // The memory of private pools stays theirs.
         let held = mem.reserved().saturating_sub(in_segments).saturating_add(on_pages);
         let on_device = free.saturating_add(mem.reserved());
         let most = on_device.min(mem.backing.limit().unwrap_or(u64::MAX));

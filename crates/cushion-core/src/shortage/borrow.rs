@@ -1,8 +1,9 @@
 //! Free memory of other pools and streams, for a request that its own pool cannot serve.
 //!
-//! A block that is borrowed stays in its own pool and on its own stream. That another stream uses it is noted, as for any
-//! block, so that its free waits for that stream. It may be borrowed only if no work uses it. Whole blocks come first: a
-//! part cut out of one would keep the rest from the driver, which could lay it out anew for every stream.
+//! A borrowed block stays in its own lane. The engine notes that another stream uses it, as for any
+//! block, so that its free waits for that stream. A block may be borrowed only if no work uses it.
+//! Whole blocks come first: a block cut out of a larger one would keep the rest from the driver,
+//! which could lay it out anew for every stream.
 
 use crate::base::names::{PolicyIndex, PoolId};
 use crate::core::Locked;
@@ -13,7 +14,7 @@ use crate::memory::Request;
 use crate::streams::proof::{Proof, Work};
 
 impl<D: Driver> Locked<'_, D> {
-    /// Serves a request of the default pool from the private pools that may help it out.
+    /// Serves a request of the default pool from the private pools that allow it.
     pub(super) fn borrow_from_pools(
         &mut self,
         request: &Request,
@@ -32,8 +33,8 @@ impl<D: Driver> Locked<'_, D> {
         })
     }
 
-    /// Serves a request of the default pool from free memory of other streams that are not at work, and of the pool for
-    /// requests of other sizes. Must not be called during a capture.
+    /// Serves a request of the default pool from free memory of other streams that are idle, and of
+    /// the pool for requests of the other size class. Must not be called during a capture.
     pub(super) fn borrow_from_streams(
         &mut self,
         request: &Request,
@@ -46,7 +47,7 @@ impl<D: Driver> Locked<'_, D> {
         self.recall_all();
         let (own, other) =
             (PoolTable::default_half(request.small), PoolTable::default_half(!request.small));
-        // The request's own stream first: there is no work to ask about.
+        // The request's own stream first: no other work has to be checked.
         let stream = request.lane.stream;
         let mut lanes = vec![LaneId { pool: other, stream }];
         for pool in [own, other] {
@@ -62,7 +63,8 @@ impl<D: Driver> Locked<'_, D> {
         Ok(None)
     }
 
-    /// Whether free memory of another stream would serve the request once that stream is done with its work.
+    /// Returns whether free memory of another stream would serve the request once that stream's
+    /// work is done.
     pub(super) fn could_borrow_later(&mut self, request: &Request) -> DriverResult<bool> {
         if self.mem.heap[request.lane.pool].id != PoolId::DEFAULT {
             return Ok(false);
@@ -75,7 +77,8 @@ impl<D: Driver> Locked<'_, D> {
         Ok(under_way)
     }
 
-    /// Whether the device has to be waited for before a part of another stream's memory can be borrowed.
+    /// Returns whether the engine must wait for the device before it can cut a block from another
+    /// stream's memory.
     pub(super) fn lends_after_wait(&mut self, request: &Request) -> DriverResult<bool> {
         for lane in self.lending_lanes(request) {
             if matches!(self.mem.work_on(lane, request.lane.stream)?, Work::Unknown) {
@@ -85,7 +88,7 @@ impl<D: Driver> Locked<'_, D> {
         Ok(false)
     }
 
-    /// The lanes of other streams that have memory for the request.
+    /// Returns the lanes of other streams that have memory for the request.
     fn lending_lanes(&self, request: &Request) -> Vec<LaneId> {
         let lanes = self.mem.heap.lanes().map(|(lane, _)| lane);
         let is_default =

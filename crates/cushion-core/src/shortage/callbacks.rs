@@ -1,9 +1,9 @@
-//! Callbacks: what the program itself can do about a shortage.
+//! Callbacks: code of the program that can free memory in a shortage.
 //!
-//! Called in order of their priority by the thread that is short of memory, with no lock held, so that
-//! they may free and even allocate. None is re-entered: not by an allocation of its own, and not by
-//! another thread while it runs, on whatever device. What each said, and how long it took, is in the receipt; one
-//! that took longer than it was given is not called again.
+//! The thread that is short of memory calls them in order of priority, with no lock held, so that
+//! they may free and even allocate. A callback is never re-entered: not by an allocation of its
+//! own, and not by another thread while it runs, on any device. The receipt holds the reply and the
+//! duration of each callback. A callback that exceeds its time is not called again.
 
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -14,33 +14,33 @@ use std::time::Duration;
 use crate::demand::owner::{self, InCallback};
 use crate::outcome::receipt::Answer;
 
-/// What a callback is told.
+/// The argument of a callback.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Plea {
     /// The device.
     pub device: u32,
-    /// Bytes that would help: what the request needs from the device.
+    /// Bytes that would help: the request needs them from the device.
     pub bytes: u64,
-    /// How long the callback may take. One that takes longer is not called again.
+    /// How long the callback may take. If it takes longer, it is not called again.
     pub time_left: Duration,
 }
 
-/// What a callback has to say to who reads the receipt.
+/// The reply of a callback, for the reader of the receipt.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub enum Reply {
-    /// Nothing.
+    /// No message.
     #[default]
     Nothing,
-    /// What it did.
+    /// A message about what the callback did.
     Said(String),
-    /// Why it could do nothing.
+    /// Why the callback failed.
     Failed(String),
-    /// Why it was not called: that is not its own fault, however long it took.
+    /// Why the callback was not called. It is not switched off then, however long that took.
     NotCalled(String),
 }
 
-/// More than this of what a callback says is left out: a receipt is a line in a file.
+/// Replies are cut to this many characters: a receipt is one line in a file.
 const MOST_CHARACTERS: usize = 1000;
 
 fn shortened(mut text: String) -> String {
@@ -51,17 +51,17 @@ fn shortened(mut text: String) -> String {
     text
 }
 
-/// A callback, by its number: to take it away again.
+/// The number of a registered callback, with which it can be removed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct CallbackId(u64);
 
 type Function = Box<dyn Fn(&Plea) -> Reply + Send + Sync>;
 
-/// A callback for shortages, of one engine or of several.
+/// A callback for shortages of one or more engines.
 pub struct Callback {
     name: String,
     priority: i32,
-    /// How long it may take, if it is not up to the request.
+    /// How long it may take; `None` leaves that to the request.
     budget: Option<Duration>,
     function: Function,
     running: AtomicBool,
@@ -79,7 +79,8 @@ impl fmt::Debug for Callback {
 }
 
 impl Callback {
-    /// A callback by a name that people know it by; those of higher priority are called first.
+    /// Returns a callback with a name for people. Callbacks with a higher priority are called
+    /// first.
     pub fn new(
         name: impl Into<String>,
         priority: i32,
@@ -95,19 +96,19 @@ impl Callback {
         }
     }
 
-    /// It may take so long, however long the request may still wait.
+    /// Sets how long it may take, however long the request may still wait.
     #[must_use]
     pub fn with_budget(mut self, budget: Duration) -> Self {
         self.budget = Some(budget);
         self
     }
 
-    /// It is not called any more, by any engine. Where it runs now it runs on.
+    /// Switches it off for all engines. A call that is running goes on.
     pub fn switch_off(&self) {
         self.off.store(true, Ordering::Release);
     }
 
-    /// Whether it is not called any more.
+    /// Returns whether it is switched off.
     #[must_use]
     pub fn is_off(&self) -> bool {
         self.off.load(Ordering::Acquire)
@@ -122,7 +123,7 @@ pub(crate) struct Callbacks {
 
 #[derive(Default)]
 struct Inner {
-    /// The highest priority first, and of those alike the oldest.
+    /// Highest priority first; among equals, oldest first.
     all: Vec<(CallbackId, Arc<Callback>)>,
     last: u64,
 }
@@ -133,14 +134,15 @@ impl fmt::Debug for Callbacks {
     }
 }
 
-/// What callbacks are told, and what is asked about them meanwhile.
+/// The shortage for which callbacks are called.
 pub(crate) trait Situation {
-    /// What a callback is told that may take as long as this request may; at least as long as callbacks may.
+    /// Returns the argument for a callback with this budget. Without a budget, the callback may
+    /// take as long as the request may wait, and at least as long as the options allow callbacks.
     fn plea(&mut self, budget: Option<Duration>) -> Plea;
     fn now(&mut self) -> Duration;
-    /// Bytes won so far.
+    /// Returns the bytes won so far.
     fn won(&mut self) -> u64;
-    /// Whether the request could be served now.
+    /// Returns whether the request could be served now.
     fn enough(&mut self) -> bool;
 }
 
@@ -159,7 +161,7 @@ impl Callbacks {
     }
 
     pub(crate) fn remove(&self, id: CallbackId) -> bool {
-        // What it captured is the caller's: it goes with no lock held.
+        // Dropped with no lock held: its captured values are the caller's.
         let removed = {
             let mut inner = self.inner();
             let index = inner.all.iter().position(|(other, _)| *other == id);
@@ -168,15 +170,16 @@ impl Callbacks {
         removed.is_some()
     }
 
-    /// Whether one is under way, on whatever thread.
+    /// Returns whether a callback is running on any thread.
     pub(crate) fn are_running(&self) -> bool {
         self.inner().all.iter().any(|(_, callback)| callback.running.load(Ordering::Acquire))
     }
 
-    /// Calls them in order until it is enough. No lock may be held. Returns what each did; nothing where there was
-    /// nobody to call.
+    /// Calls the callbacks in order until the request could be served. No lock may be held. Returns
+    /// what each did; nothing if there was none to call.
     pub(crate) fn call(&self, situation: &mut impl Situation) -> Vec<Answer> {
-        // Those that are off are not called again. What they captured is the caller's: it goes with no lock held.
+        // Callbacks that are off are removed. They are dropped with no lock held, because their
+        // captured values are the caller's.
         let (all, off) = {
             let mut inner = self.inner();
             let (off, on) =

@@ -1,4 +1,5 @@
-//! What could be given back, or will be free by itself, and whether that would be enough for a request.
+//! Memory that could be given back or will be free by itself, and whether it would be enough for a
+//! request.
 
 use std::collections::BTreeMap;
 
@@ -12,38 +13,38 @@ use crate::heap::pool::{LaneId, PoolIndex, PoolTable};
 use crate::memory::{Detached, GiveBack, Request};
 use crate::streams::proof::{Proof, Work};
 
-/// What could be given back.
+/// The memory that could be given back.
 #[derive(Debug, Default)]
 struct Candidates {
     /// Plain segments, each with its bytes.
     segments: Vec<(u64, BlockId)>,
-    /// Blocks with pages that no work uses, with the bytes of the pages and the proof.
+    /// Blocks with idle pages, with the bytes of the pages and the proof that no work uses them.
     pages: Vec<(u64, BlockId, Proof)>,
     /// Whether there are pages that a stream is at work on.
     later: bool,
-    /// Bytes of pages that the device has to be waited for.
+    /// Bytes of pages that can be given back after a wait for the device.
     after_wait: u64,
 }
 
 impl Candidates {
-    /// The bytes that can be given back at once.
+    /// Returns the bytes that can be given back at once.
     fn now(&self) -> u64 {
         let segments = self.segments.iter().map(|&(bytes, _)| bytes);
         segments.chain(self.pages.iter().map(|&(bytes, ..)| bytes)).sum()
     }
 }
 
-/// What is to be given back for a request.
+/// The memory to give back for a request.
 #[derive(Debug, Default)]
 pub(super) struct Enough {
     /// Plain segments.
     pub(super) segments: Vec<BlockId>,
-    /// Blocks with pages that no work uses, and the proof.
+    /// Blocks with idle pages, and the proof that no work uses them.
     pub(super) pages: Vec<(BlockId, Proof)>,
 }
 
 impl<D: Driver> Locked<'_, D> {
-    /// The halves of pools that memory may be given back from.
+    /// Returns the halves of pools whose memory may be given back.
     fn halves_to_give_back(&self) -> Vec<PoolIndex> {
         let pools = self.mem.heap.pools();
         let mut halves = vec![PoolTable::LARGE, PoolTable::SMALL];
@@ -53,7 +54,8 @@ impl<D: Driver> Locked<'_, D> {
         halves
     }
 
-    /// Whole free segments, and pages that no work uses, by `proof` or as far as that can be told without waiting.
+    /// Returns whole free segments, and pages that are idle by `proof` or as far as is known
+    /// without waiting.
     fn candidates(&mut self, asking: StreamId, proof: Proof) -> DriverResult<Candidates> {
         self.recall_all();
         let mut work: BTreeMap<LaneId, Work> = BTreeMap::new();
@@ -90,16 +92,17 @@ impl<D: Driver> Locked<'_, D> {
         Ok(found)
     }
 
-    /// Whether blocks that are free or pending lie together in the request's own lane, so that they would serve it once the
-    /// pending ones are free.
+    /// Returns whether adjacent free and pending blocks of the request's own lane would serve it
+    /// once the pending ones are free.
     pub(super) fn pending_would_serve(&self, request: &Request) -> bool {
         let (heap, streams) = (&*self.mem.heap, &*self.mem.streams);
         let is_pending = |id: &BlockId| heap[*id].state == BlockState::Pending;
         let is_free = |id: &BlockId| heap[*id].is_free();
-        // The blocks of a segment are all of one lane.
+        // All blocks of a segment belong to one lane.
         let own = streams.pending().filter(|id| heap[*id].lane == request.lane);
         let mut seen = FxHashSet::default();
-        // Each run is looked at once, from its first block on; no two free blocks lie together.
+        // Each row of adjacent blocks is looked at once, from its first block on. Two free blocks
+        // are never adjacent.
         let mut starts = own.filter_map(|first| match heap[first].prev {
             Some(prev) if is_pending(&prev) => None,
             Some(prev) if is_free(&prev) => {
@@ -122,7 +125,8 @@ impl<D: Driver> Locked<'_, D> {
         })
     }
 
-    /// Whether waiting for pending frees, and for streams that are at work on free memory, may be enough for the request.
+    /// Returns whether waiting for pending frees, and for streams at work on free memory, may be
+    /// enough for the request.
     pub(super) fn events_help(&mut self, request: &Request) -> DriverResult<bool> {
         if self.pending_would_serve(request) || self.could_borrow_later(request)? {
             return Ok(true);
@@ -135,13 +139,13 @@ impl<D: Driver> Locked<'_, D> {
         Ok(self.candidates(request.lane.stream, Proof::NONE)?.later)
     }
 
-    /// Whether giving back would make room for the request now.
+    /// Returns whether giving memory back would make room for the request now.
     pub(super) fn giving_back_helps(&mut self, request: &Request) -> DriverResult<bool> {
         Ok(self.waits_to_give_back(request)?.is_some())
     }
 
-    /// Whether the device has to be waited for before everything cached is given back, if that would make room for the
-    /// request; `None` if it would not.
+    /// Returns whether the engine must wait for the device before it gives back everything cached;
+    /// `None` if that would not make room for the request.
     pub(super) fn waits_to_give_back(&mut self, request: &Request) -> DriverResult<Option<bool>> {
         let room = self.mem.room()?;
         let needed = self.needed(request);
@@ -154,8 +158,8 @@ impl<D: Driver> Locked<'_, D> {
         Ok(helps.then_some(found.after_wait > 0))
     }
 
-    /// Everything cached that no work uses, if the driver could serve the request once it has it: then it can lay out anew
-    /// what lies in parts.
+    /// Returns everything cached that is idle, if the driver could then serve the request by laying
+    /// out scattered memory anew.
     pub(super) fn enough_to_give_back(
         &mut self,
         request: &Request,
@@ -172,7 +176,7 @@ impl<D: Driver> Locked<'_, D> {
         Ok(Enough { segments, pages })
     }
 
-    /// Bytes held that cannot be given back as blocks lie now.
+    /// Returns the reserved bytes that cannot be given back as blocks lie now.
     pub(crate) fn pinned(&self) -> u64 {
         let free = self.halves_to_give_back().into_iter();
         let free = free.flat_map(|half| self.mem.heap[half].free_blocks());
@@ -184,8 +188,9 @@ impl<D: Driver> Locked<'_, D> {
 
     // ---- detaching plain segments ----
 
-    /// Detaches those of these blocks that still are whole free plain segments. The lock was free since they were chosen:
-    /// the same number may be another block's by now, even one of a graph's pool.
+    /// Detaches those of these blocks that still are whole free plain segments. The lock was free
+    /// since they were chosen: a number may belong to another block by now, even to one of a
+    /// graph's pool.
     pub(super) fn detach_segments(&mut self, blocks: &[BlockId]) -> Vec<Detached> {
         let halves = self.halves_to_give_back();
         let is_segment = |id: BlockId| {
@@ -197,8 +202,9 @@ impl<D: Driver> Locked<'_, D> {
         segments.into_iter().map(|id| self.mem.detach(id)).collect()
     }
 
-    /// Detaches enough blocks that are too large to be split for the driver to serve the request; and whether they are
-    /// enough. Never of a private pool: a graph may use them.
+    /// Detaches blocks too large to be split until the driver could serve the request. Returns
+    /// them, and whether they are enough. Never detaches blocks of a private pool: a graph may use
+    /// them.
     pub(super) fn detach_oversize(&mut self, request: &Request) -> (Vec<Detached>, bool) {
         let Some(max_split) = self.mem.options.max_split_size else { return (Vec::new(), false) };
         if self.mem.heap[request.lane.pool].id != PoolId::DEFAULT {
@@ -226,7 +232,8 @@ impl<D: Driver> Locked<'_, D> {
         (chosen.into_iter().map(|id| self.mem.detach(id)).collect(), won >= enough)
     }
 
-    /// Detaches blocks that have not been used for longer than the average, while more than the threshold is held.
+    /// Detaches blocks unused for longer than the average, while more than the threshold is
+    /// reserved.
     pub(super) fn detach_garbage(&mut self) -> Vec<Detached> {
         let Some(target) = self.garbage_target() else { return Vec::new() };
         let is_whole = |id: &BlockId| !self.mem.heap[*id].is_split();
@@ -240,7 +247,8 @@ impl<D: Driver> Locked<'_, D> {
             #[expect(clippy::cast_precision_loss, reason = "an average of counts")]
             let average = total_age as f64 / candidates.len() as f64;
             progress = false;
-            // All that are older than the average, even beyond the target: they should not be needed again soon.
+            // All that are older than the average, even beyond the target: they are not expected to
+            // be needed soon.
             let mut kept = Vec::with_capacity(candidates.len());
             for id in candidates {
                 let age = self.mem.heap.age(id);
@@ -260,7 +268,7 @@ impl<D: Driver> Locked<'_, D> {
         detached
     }
 
-    /// How many bytes garbage collection is to win; `None` if none.
+    /// Returns how many bytes garbage collection should win; `None` for none.
     fn garbage_target(&self) -> Option<u64> {
         let threshold = self.mem.options.garbage_collection_threshold;
         let limit = self.mem.backing.limit().filter(|_| threshold > 0.0)?;

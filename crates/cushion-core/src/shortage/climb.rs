@@ -1,8 +1,9 @@
 //! One request on its way up the ladder.
 //!
-//! A climb is a state machine: [`Climber::advance`] goes up rung by rung, and returns when the request is served, refused,
-//! or has to wait. So a thread that blocks and a future of any runtime climb alike, on real time and on virtual time. Each
-//! rung takes the device's lock for as long as it looks at memory, and holds none while it waits, calls out, or lets the
+//! A climb is a state machine. [`Climber::advance`] goes up rung by rung and returns when the
+//! request is served, refused, or has to wait. A thread that blocks and a future of any runtime
+//! therefore climb in the same way, on real and on virtual time. Each rung holds the engine's lock
+//! only while it looks at memory; it holds no lock while it waits, calls a callback, or lets the
 //! driver wait for the device.
 
 use std::sync::Arc;
@@ -16,7 +17,7 @@ use crate::base::clock::Bell;
 use crate::core::attempt::{Attempt, Effort};
 use crate::demand::asked::Asked;
 use crate::demand::backoff::Backoff;
-use crate::demand::queue::Asker;
+use crate::demand::queue::Queued;
 use crate::driver::{Driver, DriverError, DriverResult};
 use crate::ledger::change::Change;
 use crate::options::Options;
@@ -25,7 +26,7 @@ use crate::options::ladder::{Ladder, Rung};
 use crate::outcome::error::{AllocError, Ended, Tried};
 use crate::outcome::receipt::{Answer, Outcome};
 
-/// How long all requests of a process have waited.
+/// The total time that all requests of a process have waited.
 #[derive(Debug, Clone, Default)]
 pub struct Waited(Arc<AtomicU64>);
 
@@ -35,18 +36,18 @@ impl Waited {
         self.0.fetch_add(nanos, Ordering::Relaxed);
     }
 
-    /// How long it is so far.
+    /// Returns the total so far.
     #[must_use]
     pub fn total(&self) -> Duration {
         Duration::from_nanos(self.0.load(Ordering::Relaxed))
     }
 }
 
-/// A request on its way up.
+/// A request on the ladder.
 #[derive(Debug)]
 pub(crate) struct Climb {
     pub(super) asked: Asked,
-    pub(super) asker: Asker,
+    pub(super) queued: Queued,
     pub(super) ladder: Ladder,
     pub(super) options: Options,
     /// The step it is at.
@@ -64,75 +65,75 @@ pub(crate) struct Climb {
 #[derive(Debug)]
 pub(super) struct Time {
     pub(super) started: Duration,
-    /// When it may wait no longer.
+    /// When it may no longer wait.
     pub(super) deadline: Duration,
-    /// The rung it waits at, and since when.
+    /// The rung at which it waits, and since when.
     pub(super) pausing: Option<(Rung, Duration)>,
 }
 
-/// What a climb has tried so far, so that nothing is tried twice in vain.
+/// What a climb has tried so far, so that it repeats nothing that cannot succeed.
 #[derive(Debug, Default)]
 pub(super) struct Tries {
-    /// How often it went up again from the bottom.
+    /// How often it climbed again from the bottom.
     pub(super) count: u64,
-    /// The rung that last sent it up again, since something had changed.
+    /// The rung that last made it climb again, because something had changed.
     pub(super) sent_by: Option<Rung>,
-    /// Whether it went up once more after its time was up.
+    /// Whether it climbed once more after its time was up.
     pub(super) had_last: bool,
     /// For each rung, the count of changes when it last won nothing.
     pub(super) vain: [Option<u64>; Rung::ALL.len()],
-    /// What could serve it when it last went up from the bottom.
+    /// The memory that could serve it when it last climbed from the bottom.
     pub(super) seen: Option<Seen>,
-    /// Whether work was under way, when it last looked, that memory may come from.
+    /// Whether, at the latest look, work was under way that may free memory.
     pub(super) awaits_work: bool,
 }
 
-/// What the receipt will say.
+/// The parts of the receipt that the climb collects.
 #[derive(Debug, Default)]
 pub(super) struct Record {
-    /// What was held when the request fell short.
+    /// The figures of the moment when the request fell short.
     pub(super) figures: Option<Box<Figures>>,
     pub(super) rungs: Vec<Tried>,
-    /// Bytes that callbacks won so far; they are called again only if they won something.
+    /// Bytes that callbacks won so far. They are called again only if they won something.
     pub(super) called: Option<u64>,
-    /// What the callbacks said.
+    /// The results of the callbacks.
     pub(super) answers: Vec<Answer>,
 }
 
 /// How a climb ends.
 #[derive(Debug, Default)]
 pub(super) struct End {
-    /// Whether the request fell short: before that, it was only a miss.
+    /// Whether the request fell short. Before that, it is only a miss.
     pub(super) short: bool,
-    /// Whether the climb is over, and counted.
+    /// Whether the climb has ended and was counted.
     pub(super) ended: bool,
-    /// What the queue decided about it.
+    /// The verdict of the queue.
     pub(super) verdict: Option<Outcome>,
-    /// What the driver failed with on the way.
+    /// The driver's first failure on the way.
     pub(super) fault: Option<DriverError>,
 }
 
 /// Whether the request is made to fail.
 #[derive(Debug)]
 pub(super) struct InjectedFailure {
-    /// The failure, until the rung that serves the request.
+    /// The failure, until the climb reaches the rung that serves the request.
     pub(super) now: Option<Injected>,
-    /// Whether there was one at all.
+    /// Whether a failure was injected at all.
     pub(super) was: bool,
 }
 
-/// What there is that a request could be served from: it goes up again only if there is more.
+/// The memory that could serve a request. It climbs again only if there is more.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Seen {
-    /// Bytes that could still be got from the device.
+    /// Bytes that the device could still provide.
     pub(super) room: u64,
-    /// Those, and what is cached.
+    /// Those, and cached bytes.
     pub(super) available: u64,
     pub(super) largest: u64,
 }
 
 impl Seen {
-    /// Whether there is more of something than before.
+    /// Returns whether any figure has grown.
     pub(super) fn is_more_than(&self, before: &Self) -> bool {
         self.room > before.room
             || self.available > before.available
@@ -140,7 +141,7 @@ impl Seen {
     }
 }
 
-/// A climb that leaves no trace in the queue if its thread panics.
+/// A climb that leaves the queue if its thread panics.
 struct OnItsWay<'a, D: Driver> {
     climber: Climber<'a, D>,
     climb: Climb,
@@ -179,7 +180,7 @@ impl Climb {
         self.time.deadline.saturating_sub(now)
     }
 
-    /// Whether it went up from the bottom: one that had to queue has not.
+    /// Returns whether it has climbed from the bottom. A request that had to queue first has not.
     pub(super) fn has_climbed(&self) -> bool {
         self.record.rungs.iter().any(|tried| tried.rung == Rung::Grow)
     }
@@ -192,13 +193,13 @@ impl Climb {
         self.ladder.rungs().position(|it| it == rung).unwrap_or(0)
     }
 
-    /// The last step before host memory is tried, or the last of all.
+    /// Returns the last step before host memory is tried, or the last of all.
     pub(super) fn last_before_spill(&self) -> usize {
         let spill = self.ladder.rungs().position(|rung| rung == Rung::Spill);
         spill.unwrap_or(self.ladder.steps().len()) - 1
     }
 
-    /// Notes how a visit to a rung ended. Later visits add to what it won and took.
+    /// Records how a visit to a rung ended. Later visits add to its bytes and its time.
     pub(super) fn note(&mut self, rung: Rung, ended: Ended, won: u64, took: Duration) {
         if let Some(tried) = self.record.rungs.iter_mut().find(|tried| tried.rung == rung) {
             tried.won = tried.won.saturating_add(won);
@@ -212,7 +213,8 @@ impl Climb {
         }
     }
 
-    /// Something changed at a rung: goes up from the bottom once more, unless it did so too often.
+    /// Climbs again from the bottom, because something changed at a rung, unless it did so too
+    /// often.
     fn go_up_again(&mut self, rung: Rung, took: Duration) {
         self.note_time(rung, took);
         self.tries.sent_by = Some(rung);
@@ -225,7 +227,7 @@ impl Climb {
         }
     }
 
-    /// Time that passed at a rung without a visit.
+    /// Records time spent at a rung without a visit.
     fn note_time(&mut self, rung: Rung, took: Duration) {
         match self.record.rungs.iter_mut().find(|tried| tried.rung == rung) {
             Some(tried) => tried.took += took,
@@ -238,7 +240,8 @@ impl Climb {
 }
 
 impl<'a, D: Driver> Climber<'a, D> {
-    /// Serves a request. PyTorch's entry, the Rust entry and the future differ only in their effort.
+    /// Serves a request. PyTorch's entry, the Rust entry and the future differ only in their
+    /// effort.
     pub(crate) fn serve(self, asked: &Asked, effort: Effort) -> Result<Served, AllocError> {
         let attempt = self.shared.locked(|mut core| core.serve(asked, effort))?;
         match (attempt, effort) {
@@ -249,7 +252,7 @@ impl<'a, D: Driver> Climber<'a, D> {
         }
     }
 
-    /// A request that was not served at once begins to climb.
+    /// Starts the climb of a request that was not served at once.
     #[cold]
     fn begin(self, asked: &Asked, attempt: &Attempt) -> Climb {
         let started = self.shared.clock.now();
@@ -257,7 +260,7 @@ impl<'a, D: Driver> Climber<'a, D> {
             let owner = core.demand.lead(asked.owner);
             let request = core.mem.request(asked.bytes, asked.stream, owner, asked.tag);
             let (options, ticket) = (core.mem.options.clone(), core.demand.queue.ticket());
-            (core.ladder, options, ticket, owner, request.lane)
+            (core.setup.ladder, options, ticket, owner, request.lane)
         });
         let wishes = asked.wishes(owner);
         let budget = wishes.budget.unwrap_or(Duration::from_millis(options.wait_ms));
@@ -271,7 +274,7 @@ impl<'a, D: Driver> Climber<'a, D> {
         let deadline = started.saturating_add(budget);
         let mut climb = Climb {
             asked,
-            asker: Asker { ticket, owner, priority: wishes.priority, blocks: asked.blocks, lane },
+            queued: Queued { ticket, owner, priority: wishes.priority, blocks: asked.blocks, lane },
             ladder,
             backoff: Backoff::new(&options, self.desk.seed.wrapping_add(ticket)),
             options,
@@ -284,7 +287,7 @@ impl<'a, D: Driver> Climber<'a, D> {
             bell: Arc::default(),
         };
         match attempt {
-            // Whether it is short of memory shows when its turn has come.
+            // Only when its turn has come is it known whether it is short of memory.
             Attempt::Wait(_) => climb.at = climb.index_of(Rung::Wait),
             Attempt::Injected(_) => self.fall_short(&mut climb),
             _ => {}
@@ -292,7 +295,7 @@ impl<'a, D: Driver> Climber<'a, D> {
         climb
     }
 
-    /// Climbs, on a thread that waits where it has to.
+    /// Climbs on the calling thread, which waits where it must.
     #[cold]
     fn climb(self, asked: &Asked, attempt: &Attempt) -> Result<u64, AllocError> {
         let mut on_its_way = OnItsWay { climber: self, climb: self.begin(asked, attempt) };
@@ -305,7 +308,7 @@ impl<'a, D: Driver> Climber<'a, D> {
         }
     }
 
-    /// Goes up until the request is served, refused, or has to wait.
+    /// Climbs until the request is served, refused, or has to wait.
     pub(crate) fn advance(self, climb: &mut Climb) -> Progress {
         self.end_pause(climb);
         if climb.injected.now.is_some_and(|injected| injected.at.is_none()) {
@@ -338,8 +341,8 @@ impl<'a, D: Driver> Climber<'a, D> {
                     return Progress::Wait(pause);
                 }
                 Attempt::Failed(error) => {
-                    // A driver that fails while it gives memory may be broken for good; one that fails on the way to more
-                    // may still serve.
+                    // A driver that fails while it provides memory may be broken for good. One that
+                    // fails on another rung may still serve.
                     if step.rung == Rung::Grow || climb.ladder == Ladder::Torch {
                         return Progress::Done(self.broken(climb, step.rung, error));
                     }
@@ -356,7 +359,8 @@ impl<'a, D: Driver> Climber<'a, D> {
         Progress::Done(self.refuse(climb))
     }
 
-    /// Tries what follows a rung that won memory. Returns how the request ended, if it did.
+    /// Makes the attempts that follow a rung that won memory. Returns the result of the request, if
+    /// it has ended.
     fn follow(
         self,
         climb: &mut Climb,
@@ -381,7 +385,7 @@ impl<'a, D: Driver> Climber<'a, D> {
         }
     }
 
-    /// Counts the pause that is over.
+    /// Counts the pause that has ended.
     fn end_pause(self, climb: &mut Climb) {
         if let Some((rung, since)) = climb.time.pausing.take() {
             let paused = self.shared.clock.now().saturating_sub(since);
@@ -390,7 +394,7 @@ impl<'a, D: Driver> Climber<'a, D> {
         }
     }
 
-    /// The request is given up by who made it.
+    /// Ends the climb of a request that its caller abandoned.
     pub(crate) fn abandon(self, climb: &mut Climb) {
         self.end_pause(climb);
         if climb.end.short {
@@ -444,7 +448,7 @@ impl<'a, D: Driver> Climber<'a, D> {
         attempt
     }
 
-    /// Why a rung is passed over as things stand, if it is.
+    /// Returns why a rung is skipped now, if it is.
     fn is_not_for_now(self, climb: &Climb, step: Step) -> Option<Attempt> {
         let options = &climb.options;
         let asked_for = match step.rung {
@@ -456,7 +460,7 @@ impl<'a, D: Driver> Climber<'a, D> {
         if !asked_for {
             return Some(Attempt::Skipped);
         }
-        // A driver that failed on the way is not waited for.
+        // After a driver failure the climb does not wait.
         if climb.end.fault.is_some() && matches!(step.rung, Rung::Events | Rung::Wait) {
             return Some(Attempt::Nothing(Ended::Nothing));
         }
@@ -468,7 +472,7 @@ impl<'a, D: Driver> Climber<'a, D> {
         }
     }
 
-    /// What follows a rung that may have won something.
+    /// Makes the attempts that follow a rung which may have won memory.
     pub(super) fn then(self, climb: &Climb, then: &[Then]) -> DriverResult<Option<u64>> {
         self.shared.locked(|mut core| {
             for then in then {

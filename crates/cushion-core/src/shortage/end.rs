@@ -1,4 +1,5 @@
-//! How a climb ends: served or refused, counted, and with a receipt.
+//! The end of a climb: the request is served or refused, the shortage is counted, a receipt is
+//! filed.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -8,7 +9,7 @@ use super::climb::{Climb, Seen};
 use crate::backing::Backing;
 use crate::base::names::{PoolId, Tag};
 use crate::core::{Locked, ring};
-use crate::demand::holdings::who_holds_what;
+use crate::demand::holdings::largest_holders;
 use crate::demand::owner;
 use crate::driver::{Driver, DriverError};
 use crate::ledger::change::{Change, Ending};
@@ -18,26 +19,26 @@ use crate::options::ladder::Rung;
 use crate::outcome::error::{AllocError, Ended, Shortage};
 use crate::outcome::receipt::{Group, Holder, Outcome, Receipt};
 
-/// What was held at one moment of a shortage.
+/// The figures of one moment of a shortage.
 #[derive(Debug)]
 pub(super) struct Figures {
     shortage: Shortage,
     held: Held,
 }
 
-/// Who holds what.
+/// The groups and owners of live memory.
 #[derive(Debug)]
 struct Held {
     groups: Vec<Group>,
     holders: Vec<Holder>,
-    /// The tags of the groups, which count as referred to until the receipt is filed.
+    /// The tags of the groups. They count as referenced until the receipt is filed.
     tags: Arc<[Tag]>,
-    /// All that had been allocated and freed so far: as long as that is the same, so is this.
+    /// Counts of allocations and frees: while they are unchanged, the groups are still valid.
     as_of: [u64; 3],
 }
 
 impl<D: Driver> Climber<'_, D> {
-    /// The request falls short from now on: neither a free block nor the driver serves it.
+    /// Marks the request as short of memory: neither a free block nor the driver serves it.
     pub(super) fn fall_short(self, climb: &mut Climb) {
         climb.end.short = true;
         let figures = self.shared.locked(|mut core| {
@@ -51,7 +52,7 @@ impl<D: Driver> Climber<'_, D> {
         climb.record.figures = Some(Box::new(figures));
     }
 
-    /// Whatever became of the request, nobody waits for it any more.
+    /// Removes the request from the queue, however it ended.
     pub(super) fn leave(self, climb: &mut Climb) {
         if std::mem::replace(&mut climb.end.ended, true) {
             return;
@@ -60,7 +61,7 @@ impl<D: Driver> Climber<'_, D> {
             if climb.end.short {
                 core.demand.queue.end_climb();
             }
-            let bells = core.demand.queue.remove(climb.asker.ticket);
+            let bells = core.demand.queue.remove(climb.queued.ticket);
             core.demand.update_attention();
             bells
         }));
@@ -73,14 +74,14 @@ impl<D: Driver> Climber<'_, D> {
         address: u64,
     ) -> Result<u64, AllocError> {
         if climb.end.short {
-            // What it waited for is what saved it, and not the driver that then had it.
+            // If the driver served it after a wait, the receipt names the rung that waited.
             let by = climb.tries.sent_by.filter(|_| by == Rung::Grow).unwrap_or(by);
             self.end(climb, Outcome::Survived(by));
         } else {
-            // The driver had more: a miss, and no shortage.
+            // The driver provided memory: a miss, not a shortage.
             self.shared.locked(|mut core| {
                 core.mem.ledger.apply(Change::Miss);
-                core.demand.queue.served(&climb.asker);
+                core.demand.queue.served(&climb.queued);
             });
             self.leave(climb);
         }
@@ -123,23 +124,24 @@ impl<D: Driver> Climber<'_, D> {
         Err(error.into())
     }
 
-    /// Leaves the queue, counts the shortage, and files its receipt.
+    /// Removes the request from the queue, counts the shortage, and files its receipt.
     pub(super) fn end(self, climb: &mut Climb, outcome: Outcome) -> Shortage {
         let took = self.shared.clock.now().saturating_sub(climb.time.started);
         let number = self.desk.receipts.number();
         let (figures, bells) = self.shared.locked(|mut core| {
             if outcome.is_survived() {
                 core.mem.ledger.apply(Change::Miss);
-                core.demand.queue.served(&climb.asker);
+                core.demand.queue.served(&climb.queued);
             }
             climb.end.ended = true;
             core.demand.queue.end_climb();
-            let bells = core.demand.queue.remove(climb.asker.ticket);
+            let bells = core.demand.queue.remove(climb.queued.ticket);
             if outcome == Outcome::GiveWay {
-                core.demand.queue.note_gave_way(core.mem.heap, climb.asker.owner);
+                core.demand.queue.note_gave_way(core.mem.heap, climb.queued.owner);
             }
             core.demand.update_attention();
-            // What was held when it fell short, if it was served; else what is held now.
+            // If it was served, the figures of the moment when it fell short; otherwise those of
+            // now.
             let before = climb.record.figures.take();
             let mut figures = match before {
                 Some(before) if outcome.is_survived() => *before,
@@ -203,7 +205,7 @@ impl<D: Driver> Locked<'_, D> {
         self.mem.ledger.apply(Change::ShortageEnded(ending, took));
     }
 
-    /// Adds what only a refused request needs to tell.
+    /// Adds the figures that only a refused request reports.
     fn tell_what_helps(&self, climb: &Climb, shortage: &mut Shortage) {
         let request = self.request_of(climb);
         shortage.stuck = Some(self.pinned());
@@ -212,20 +214,22 @@ impl<D: Driver> Locked<'_, D> {
         shortage.fits_on_pages = rules.would_fit_on_pages(&self.mem, &request, free);
     }
 
-    /// What a request could be served from. `free` is what the device reports.
+    /// Returns the memory that could serve a request. The device reports `free` bytes.
     pub(super) fn seen(&self, stats: &Stats, free: Option<u64>) -> Seen {
         let room = self.mem.room_of(free.unwrap_or(0));
         let available = stats.cached_bytes().saturating_add(room);
         Seen { room, available, largest: stats.largest_free_block() }
     }
 
-    /// Bytes of a device that reports `free` bytes that are neither free nor this engine's, nor what every process costs.
+    /// Returns the bytes of the device that are neither free, nor reserved by this engine, nor the
+    /// fixed cost of a process. The device reports `free` bytes.
     pub(super) fn held_by_others(&self, free: u64) -> u64 {
         let used = self.mem.device.total.saturating_sub(free);
         used.saturating_sub(self.mem.reserved()).saturating_sub(self.mem.device.process_overhead)
     }
 
-    /// What is held now, by which owners and for what. `before` is what was known before, if anything was.
+    /// Returns the figures of now. `before` are groups and owners that were collected earlier, if
+    /// any.
     fn figures(&mut self, climb: &Climb, before: Option<Held>, stats: &Stats) -> Figures {
         let request = self.request_of(climb);
         let private = |lane: &&LaneFigures| lane.pool != PoolId::DEFAULT;
@@ -238,7 +242,7 @@ impl<D: Driver> Locked<'_, D> {
             wanted: self.wanted(&request),
             stream: request.lane.stream,
             pool: self.mem.heap[request.lane.pool].id,
-            policy: self.policy,
+            policy: self.setup.policy,
             device_total: self.mem.device.total,
             device_free: free,
             allowed: self.mem.backing.limit(),
@@ -257,12 +261,13 @@ impl<D: Driver> Locked<'_, D> {
             budget: climb.time.deadline.saturating_sub(climb.time.started),
             tried: Vec::new(),
         };
-        // That is a walk over all blocks: not again if nothing was allocated or freed since.
+        // This walks over all blocks, so it is not repeated if nothing was allocated or freed
+        // since.
         let spilled = stats.spilled_allocation.allocated + stats.spilled_allocation.freed;
         let as_of = [stats.allocation.all.allocated, stats.allocation.all.freed, spilled];
         let held = before.filter(|before| before.as_of == as_of).unwrap_or_else(|| {
-            let (groups, holders) = who_holds_what(self.mem.heap);
-            let tags = self.told_later.hold(&groups);
+            let (groups, holders) = largest_holders(self.mem.heap);
+            let tags = self.setup.told_later.hold(&groups);
             Held { groups, holders, tags, as_of }
         });
         Figures { shortage, held }

@@ -1,7 +1,8 @@
 //! Giving memory back to the driver, without holding the lock while the driver waits.
 //!
-//! To free a plain segment, the driver waits for the whole device. No lock is held meanwhile: the segment is detached from
-//! its lane first. Pages do not wait, but the work that used them must be done before they go.
+//! To free a plain segment, the driver waits for the whole device. The segment is therefore
+//! detached from its lane first, and no lock is held meanwhile. Unmapping pages does not wait, but
+//! the work that used them must be done before.
 
 use crate::backing::Backing;
 use crate::base::names::{PoolId, Tag};
@@ -16,9 +17,10 @@ use crate::streams::proof::Proof;
 use crate::streams::{AT_ONCE, Streams};
 
 impl<D: Driver> Shared<D> {
-    /// Gives back everything cached that may be: of the default pools and of private pools that nobody uses any more;
-    /// nothing while allocations go to a private pool, because a capture may be under way. With the id of a private pool,
-    /// only that one, if nobody uses it. Waits for pending frees first.
+    /// Gives back all cached memory of the default pools and of private pools that are no longer in
+    /// use; none while allocations go to a private pool, because a capture may be under way. With
+    /// the id of a private pool, gives back only that pool's memory, if it is no longer in use.
+    /// Waits for pending frees first.
     pub(crate) fn give_back_cached(&self, id: PoolId, tag: Tag) -> DriverResult<()> {
         let given_back = self.give_back_unless_captured(id, tag);
         self.locked(|mut core| core.shrink());
@@ -53,15 +55,16 @@ impl<D: Driver> Shared<D> {
         given_back
     }
 
-    /// Gives back what may be given back of these halves of pools: plain segments first, then, after one wait for the
-    /// device, pages. While allocations go to a private pool a capture may be under way, which a wait would end: pages
-    /// stay.
+    /// Gives back memory of these halves of pools: plain segments first, then, after one wait for
+    /// the device, pages. While allocations go to a private pool, a capture may be under way, which
+    /// a wait would invalidate; pages are kept then.
     fn give_back_halves(&self, halves: &[(PoolId, bool)], tag: Tag) -> DriverResult<()> {
         for &(pool, small) in halves {
             let detached = self.locked(|mut core| core.detach_half(pool, small));
             self.release(detached, tag)?;
         }
-        // What another thread frees meanwhile may lie beside what was waited for.
+        // Blocks that other threads free meanwhile may have merged with blocks whose work was
+        // waited for.
         for _ in 0..3 {
             let blocks = self.locked(|core| core.blocks_with_pages(halves));
             if blocks.is_empty() || self.is_recording() {
@@ -77,7 +80,8 @@ impl<D: Driver> Shared<D> {
         Ok(())
     }
 
-    /// Waits for the events that are pending now (of one private pool, if given) and completes the frees behind them.
+    /// Waits for the events that are pending now (of one private pool, if given) and completes the
+    /// frees behind them.
     fn finish_pending(&self, only: Option<PoolId>) -> DriverResult<()> {
         let awaited = self.locked(|mut core| {
             core.mem.ledger.apply(Change::EventsAwaited);
@@ -109,8 +113,9 @@ impl<D: Driver> Shared<D> {
         Ok(())
     }
 
-    /// Frees detached segments, and returns how many bytes the driver took. Where it fails, those not yet freed are in
-    /// their lanes again. Requests that wait are to be woken afterwards.
+    /// Frees detached segments and returns how many bytes the driver took. If it fails, the
+    /// segments not yet freed return to their lanes. The caller must wake the requests that wait
+    /// afterwards.
     pub(crate) fn release(&self, detached: Vec<Detached>, tag: Tag) -> DriverResult<u64> {
         if detached.is_empty() {
             return Ok(0);
@@ -131,8 +136,9 @@ impl<D: Driver> Shared<D> {
         failed.map(|()| won)
     }
 
-    /// Unmaps and releases the pages of free blocks, each with the proof that its work is done, a few at a time; returns
-    /// the bytes, and whether all proofs held. Blocks that are in use again are passed over.
+    /// Unmaps and releases the pages of free blocks, each with the proof that its work is done, a
+    /// few at a time. Returns the bytes, and whether all proofs held. Skips blocks that are in use
+    /// again.
     pub(crate) fn unmap_blocks(
         &self,
         mut blocks: Vec<(BlockId, Proof)>,
@@ -140,7 +146,7 @@ impl<D: Driver> Shared<D> {
     ) -> DriverResult<(u64, bool)> {
         blocks.reverse();
         let (mut won, mut all) = (0, true);
-        // What goes in several holds of the lock is one event in the history.
+        // Pages unmapped in several holds of the lock are one entry of the history.
         let mut open = None;
         while !blocks.is_empty() {
             self.locked(|mut core| {
@@ -175,19 +181,20 @@ impl<D: Driver> Shared<D> {
 }
 
 impl<D: Driver> Locked<'_, D> {
-    /// Gives back what the tables do not need: for moments at which nobody is in a hurry.
+    /// Shrinks the tables to their contents. It may take a while.
     pub(crate) fn shrink(&mut self) {
         self.mem.heap.shrink();
         self.policies.all_mut().for_each(|rules| rules.shrink());
     }
 
-    /// Offers the driver again what it refused, and recalls pages that were on their way back.
+    /// Offers the driver again the memory that it refused to take, and recalls pages on their way
+    /// back.
     fn retry_refused(&mut self) {
         self.recall_all();
         self.mem.retry_refused();
     }
 
-    /// Private pools that nobody uses any more: all of them, or the one named.
+    /// Returns the private pools that are no longer in use: all of them, or the one named.
     pub(crate) fn unused_pools(&self, id: PoolId) -> Vec<PoolId> {
         let private = self.mem.heap.pools().privates();
         let asked_for = |pool: PoolId| id == PoolId::DEFAULT || id == pool;
@@ -195,14 +202,14 @@ impl<D: Driver> Locked<'_, D> {
         unused.map(|(pool, _)| pool).collect()
     }
 
-    /// Forgets the private pools that nobody uses and that hold nothing any more.
+    /// Removes the private pools that are no longer in use and hold no memory.
     pub(crate) fn close_empty_pools(&mut self) {
         for pool in self.unused_pools(PoolId::DEFAULT) {
             self.mem.heap.close_private_if_empty(pool);
         }
     }
 
-    /// What of a free block may be given back.
+    /// Returns how much of a free block may be given back.
     pub(super) fn may_give_back(&self, id: BlockId) -> GiveBack {
         self.policies.give_back(&self.mem, id)
     }
@@ -220,12 +227,13 @@ impl<D: Driver> Locked<'_, D> {
         self.mem.heap.segment_of(id).is_plain()
     }
 
-    /// The free blocks in these halves of pools that may have pages to give back; none if no block has any.
+    /// Returns the free blocks of these halves of pools that may have pages to give back; none if
+    /// no block has any.
     fn blocks_with_pages(&self, halves: &[(PoolId, bool)]) -> Vec<BlockId> {
         let pools = self.mem.heap.pools();
         let halves = halves.iter().filter_map(|&(pool, small)| pools.half(pool, small));
         let lanes = halves.flat_map(|half: PoolIndex| self.mem.heap[half].lanes());
-        // A smaller block has no whole page in it.
+        // A smaller block contains no whole page.
         let free = lanes.flat_map(|(_, lane)| lane.free().at_least(self.mem.device.granularity));
         let blocks: Vec<_> = free.filter(|&id| !self.is_plain(id)).collect();
         let has_pages = |&id: &BlockId| matches!(self.may_give_back(id), GiveBack::Pages { .. });
@@ -248,9 +256,10 @@ mod tests {
     use crate::options::ladder::Ladder;
     use crate::options::{Options, Policy};
 
-    /// A block that was chosen to be given back may be gone, and its number that of a graph's memory.
+    /// A block that was chosen to be given back may no longer exist, and its number may belong to a
+    /// block of a graph's pool.
     #[test]
-    fn what_a_graph_may_use_is_not_detached() {
+    fn segments_of_a_graphs_pool_are_not_detached() {
         let driver = SimDriver::new(SimConfig::with_capacity(64 * MIB));
         let device = driver.properties();
         let clock = Arc::new(VirtualClock::new());

@@ -1,8 +1,9 @@
 //! Ladders: the ordered steps tried before a request is refused.
 //!
-//! A ladder is data: a list of steps, each a rung and what is tried after it. `torch` does what PyTorch does on a shortage,
-//! step by step. `graceful` searches the pool again after every rung that may have freed something: PyTorch does not, and
-//! refuses requests that would fit. `climb.rs` takes the steps.
+//! A ladder is data: a list of steps, each with a rung and the attempts that follow it. `torch`
+//! takes the same steps as PyTorch. `graceful` searches the pool again after every rung that may
+//! have freed memory; PyTorch does not, and refuses requests that would fit. `climb.rs` executes
+//! the steps.
 
 use crate::options::ladder::{Ladder, Rung};
 
@@ -14,13 +15,13 @@ impl Ladder {
         }
     }
 
-    /// Its rungs, in order.
+    /// Returns its rungs, in order.
     pub fn rungs(self) -> impl Iterator<Item = Rung> {
         self.steps().iter().map(|step| step.rung)
     }
 }
 
-/// What is tried after a rung that may have won something.
+/// An attempt to serve the request after a rung that may have won memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Then {
     /// Search the request's own pool.
@@ -31,16 +32,17 @@ pub(crate) enum Then {
     AskAgain,
 }
 
-/// When a rung may be tried. Waiting, and giving memory back, are illegal during a capture.
+/// When a rung may be tried. Waiting and giving memory back are illegal during a capture.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Legal {
     Always,
-    /// Unless the request's own stream is being captured. PyTorch does not ask even that, and the
-    /// driver then fails it.
+    /// Unless the request's own stream is being captured. PyTorch does not check even that; the
+    /// driver then fails the call.
     OutsideCapture,
-    /// Unless allocations go to a private pool: some stream may be being captured.
+    /// Unless allocations go to a private pool: a stream may be being captured.
     OutsidePools,
-    /// Unless the request is one for a private pool, and so maybe part of a capture. Nothing is asked of the driver.
+    /// Unless the request itself goes to a private pool, and so may be part of a capture. The rung
+    /// must not call the driver.
     OfDefaultPool,
 }
 
@@ -63,8 +65,8 @@ const TORCH: &[Step] = &[
     step(Rung::Cached, Legal::OutsidePools, &[Then::AskAgain]),
 ];
 
-// Between the callbacks and the wait is the place of neighbours: other processes that use Cushion on the
-// same device, once they can be asked.
+// A rung that asks other Cushion processes on the same device belongs between the callbacks and the
+// wait.
 const GRACEFUL: &[Step] = &[
     step(Rung::Garbage, Legal::OutsidePools, &[]),
     step(Rung::Grow, Legal::Always, &[]),

@@ -1,7 +1,7 @@
 //! The receipts of one engine, in a bounded ring.
 //!
-//! Programs that want receipts as they come (to write them to a file, to log them) listen. Listeners are called by the
-//! thread that was short of memory, with no lock held.
+//! A program that wants receipts as they are filed (to write them to a file, to log them) adds a
+//! listener. The thread that was short of memory calls the listeners, with no lock held.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -10,10 +10,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use crate::base::names::Tag;
 use crate::outcome::receipt::Receipt;
 
-/// Who wants receipts as they come. Called with no lock held.
+/// Receives each receipt as it is filed. Called with no lock held.
 pub(crate) type Listener = Arc<dyn Fn(&Receipt) + Send + Sync>;
 
-/// Says which stacks tags stand for: for each tag, in order. Called with no lock held.
+/// Returns the stack of each tag, in order. Called with no lock held.
 pub(crate) type Explainer = Arc<dyn Fn(&[Tag]) -> Vec<Vec<String>> + Send + Sync>;
 
 /// The receipts of one engine.
@@ -49,22 +49,22 @@ impl fmt::Debug for Receipts {
 }
 
 impl Receipts {
-    /// How many are kept.
+    /// How many receipts are kept by default.
     pub(crate) const ROOM: usize = 256;
 
     fn inner(&self) -> MutexGuard<'_, Inner> {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The number of the next one.
+    /// Returns the number of the next receipt.
     pub(crate) fn number(&self) -> u64 {
         let mut inner = self.inner();
         inner.last += 1;
         inner.last
     }
 
-    /// Keeps one, and tells who listens. What a listener panics with stays with it: it is not to bring
-    /// down an allocation.
+    /// Keeps a receipt and calls the listeners. A panic of a listener is caught: it must not make
+    /// the allocation panic.
     pub(crate) fn file(&self, mut receipt: Receipt) {
         self.explain(&mut receipt);
         let receipt = Arc::new(receipt);
@@ -84,7 +84,7 @@ impl Receipts {
         }
     }
 
-    /// Puts the stacks in that its tags stand for.
+    /// Fills in the stacks of the receipt's tags.
     fn explain(&self, receipt: &mut Receipt) {
         let Some(explainer) = self.inner().explainer.clone() else { return };
         let tags: Vec<Tag> = std::iter::once(receipt.tag)
@@ -116,7 +116,7 @@ impl Receipts {
         inner.ring.drain(..too_many);
     }
 
-    /// Those kept, oldest first.
+    /// Returns the kept receipts, oldest first.
     pub(crate) fn read(&self) -> Vec<Arc<Receipt>> {
         self.inner().ring.iter().cloned().collect()
     }

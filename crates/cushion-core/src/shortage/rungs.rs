@@ -1,4 +1,4 @@
-//! What each rung does, but for the two that wait (`wait.rs`).
+//! The rungs, except the two that wait (`wait.rs`).
 
 use std::time::Duration;
 
@@ -20,8 +20,8 @@ use crate::outcome::error::Ended;
 use crate::streams::proof::Proof;
 
 impl<D: Driver> Climber<'_, D> {
-    /// Runs `f`, which lets the driver wait, while no capture is under way. PyTorch gives memory back beside captures on
-    /// other streams, too.
+    /// Runs `f`, which lets the driver wait, while no capture is under way. The `torch` ladder,
+    /// like PyTorch, gives memory back beside captures on other streams, too.
     pub(super) fn outside_capture<T>(self, climb: &Climb, f: impl FnOnce() -> T) -> Option<T> {
         let guard = match climb.ladder {
             Ladder::Torch => self.shared.no_capture_begins(),
@@ -32,14 +32,16 @@ impl<D: Driver> Climber<'_, D> {
         Some(result)
     }
 
-    /// As [`outside_capture`](Self::outside_capture), for what gives memory back: requests that wait are woken if it did.
+    /// Like [`outside_capture`](Self::outside_capture), for an `f` that gives memory back. Wakes
+    /// the requests that wait if it did.
     fn giving_back<T>(
         self,
         climb: &Climb,
         f: impl FnOnce() -> DriverResult<(u64, T)>,
     ) -> Option<DriverResult<(u64, T)>> {
         let result = self.outside_capture(climb, f)?;
-        // Where the driver fails, some may have been given back, and others are in their lanes again.
+        // If the driver failed, it may have taken some of the memory; the rest is in its lanes
+        // again.
         if !matches!(result, Ok((0, _))) {
             self.shared.wake();
         }
@@ -67,7 +69,7 @@ impl<D: Driver> Climber<'_, D> {
                 }
                 let wanted = self.shared.locked(|core| core.wanted(&core.request_of(climb)));
                 if wanted > self.shared.device.total {
-                    // Nothing on the device could help.
+                    // No memory of the device could help.
                     climb.at = climb.last_before_spill();
                 }
                 Attempt::Nothing(Ended::Nothing)
@@ -76,7 +78,8 @@ impl<D: Driver> Climber<'_, D> {
         }
     }
 
-    /// Whether the request is for more than the device, or the limit on it, could ever give.
+    /// Returns whether the request needs more than the device, or the limit on it, could ever
+    /// provide.
     pub(super) fn never_fits(self, climb: &Climb) -> bool {
         self.shared.locked(|core| core.wanted(&core.request_of(climb)) > core.mem.most())
     }
@@ -90,7 +93,7 @@ impl<D: Driver> Climber<'_, D> {
         self.shared.locked(|mut core| {
             let request = core.request_of(climb);
             let served = match climb.ladder {
-                // PyTorch passes over pages here.
+                // PyTorch does not search expandable segments here.
                 Ladder::Torch => {
                     core.borrow_from_pools(&request, PolicyIndex::from(Policy::Segments))
                 }
@@ -134,7 +137,7 @@ impl<D: Driver> Climber<'_, D> {
         });
         match given_back {
             None => Attempt::Nothing(Ended::Illegal),
-            // PyTorch does not ask the driver unless it is enough.
+            // PyTorch asks the driver only if this is enough.
             Some(Ok((0, false))) => Attempt::Nothing(Ended::Nothing),
             Some(Ok((_, false))) if climb.ladder == Ladder::Torch => {
                 Attempt::Nothing(Ended::TooLittle)
@@ -144,8 +147,8 @@ impl<D: Driver> Climber<'_, D> {
         }
     }
 
-    /// Gives back what is cached, if that would be enough. PyTorch does so in any case, and waits for all pending frees
-    /// first.
+    /// Gives back cached memory, if that would be enough. PyTorch gives it back in any case, after
+    /// it has waited for all pending frees.
     pub(super) fn give_back(self, climb: &Climb) -> DriverResult<Attempt> {
         let tag = climb.asked.tag;
         if climb.ladder == Ladder::Torch {
@@ -165,7 +168,7 @@ impl<D: Driver> Climber<'_, D> {
                 let request = core.request_of(climb);
                 core.enough_to_give_back(&request, proof)
             })?;
-            // Pages first: detached segments must not be lost to a driver that fails.
+            // Pages first: detached segments would be lost if the driver failed.
             let (unmapped, _) = self.shared.unmap_blocks(pages, tag)?;
             let detached = self.shared.locked(|mut core| core.detach_segments(&segments));
             let released = self.shared.release(detached, tag)?;
@@ -181,7 +184,7 @@ impl<D: Driver> Climber<'_, D> {
         }
     }
 
-    /// Calls the program's own callbacks, highest priority first, until the request could be served.
+    /// Calls the program's callbacks, highest priority first, until the request could be served.
     pub(super) fn ask_callbacks(self, climb: &mut Climb) -> Attempt {
         if climb.asked.in_callback || climb.record.called == Some(0) {
             return Attempt::Nothing(Ended::Nothing);
@@ -201,7 +204,7 @@ impl<D: Driver> Climber<'_, D> {
         if failed && won == 0 {
             return Attempt::Nothing(Ended::Failed);
         }
-        // What was freed may lie where only the driver can lay it out anew.
+        // The freed memory may be usable only after the driver has laid it out anew.
         match self.then(climb, &[Then::Search]) {
             Ok(Some(address)) => Attempt::Served { address, won },
             Ok(None) if won > 0 && gives_back => {
@@ -225,7 +228,7 @@ impl<D: Driver> Climber<'_, D> {
     }
 }
 
-/// How many answers of callbacks a receipt has at most.
+/// How many results of callbacks a receipt holds at most.
 const MOST_ANSWERS: usize = 16;
 
 /// A request that calls callbacks.
@@ -233,7 +236,7 @@ struct Asking<'a, 'c, D: Driver> {
     climber: Climber<'a, D>,
     climb: &'c Climb,
     gives_back: bool,
-    /// Bytes active and reserved before.
+    /// Active and reserved bytes before the callbacks.
     before: (u64, u64),
 }
 
@@ -250,7 +253,8 @@ impl<D: Driver> Situation for Asking<'_, '_, D> {
         self.climber.shared.clock.now()
     }
 
-    /// Freed memory is given back, or it is not: the larger of both figures is what was won.
+    /// Freed memory shows in one of the two figures, whether it was given back or not: the larger
+    /// change counts.
     fn won(&mut self) -> u64 {
         let after = self.climber.shared.active_and_reserved();
         self.before.0.saturating_sub(after.0).max(self.before.1.saturating_sub(after.1))
@@ -281,10 +285,10 @@ impl<D: Driver> Locked<'_, D> {
         Some(self.hand_out(found, policy, &request))
     }
 
-    /// Serves the request from memory that the driver gives now.
+    /// Serves the request from memory that the driver provides now.
     pub(super) fn serve_new_to(&mut self, climb: &Climb) -> DriverResult<Option<u64>> {
         let request = self.request_of(climb);
-        // What is asked for ahead has to be the stream's own.
+        // Prefetched memory must belong to the stream itself.
         let may_borrow = !climb.asked.ahead && !climb.options.skip_rungs.contains(Rung::Borrow);
         self.serve_new(&request, may_borrow)
     }

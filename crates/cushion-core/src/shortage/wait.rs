@@ -17,18 +17,20 @@ use crate::outcome::error::Ended;
 use crate::streams::proof::Proof;
 
 impl<D: Driver> Climber<'_, D> {
-    /// Completes frees of memory that a stream used which may be gone: nothing less than the device can be waited for.
+    /// Completes frees that must wait for the whole device, because a stream that used the memory
+    /// may no longer exist.
     pub(super) fn finish_awaiting_device(self, climb: &Climb) -> DriverResult<()> {
         if self.shared.locked(|core| core.mem.streams.awaits_device())
             && self.outside_capture(climb, || self.shared.wait_for_device()).transpose()?.is_some()
         {
-            // Other requests may wait for just these.
+            // Other requests may wait for these frees.
             self.shared.wake();
         }
         Ok(())
     }
 
-    /// Waits for just enough pending frees: until a free block serves the request, or giving memory back would make room.
+    /// Waits for as many pending frees as are needed: until a free block serves the request, or
+    /// giving memory back would make room.
     pub(super) fn wait_for_events(self, climb: &mut Climb) -> DriverResult<Attempt> {
         self.finish_awaiting_device(climb)?;
         let now = self.shared.clock.now();
@@ -40,8 +42,8 @@ impl<D: Driver> Climber<'_, D> {
             if won > 0 {
                 climb.note(Rung::Events, Ended::TooLittle, won, Duration::ZERO);
             }
-            let in_turn = core.demand.queue.may_try(core.mem.heap, &climb.asker);
-            if (in_turn || core.demand.queue.may_take_own(&climb.asker))
+            let in_turn = core.demand.queue.may_try(core.mem.heap, &climb.queued);
+            if (in_turn || core.demand.queue.may_take_own(&climb.queued))
                 && let Some(address) = core.serve_free(climb)
             {
                 return Ok(Attempt::Served { address, won: 0 });
@@ -58,7 +60,7 @@ impl<D: Driver> Climber<'_, D> {
             if seen.room >= core.wanted(&request)
                 && climb.tries.seen.is_none_or(|it| seen.room > it.room)
             {
-                // Others gave memory back to the driver meanwhile.
+                // Other requests have given memory back to the driver meanwhile.
                 climb.tries.seen = Some(seen);
                 return Ok(Attempt::Again);
             }
@@ -75,7 +77,7 @@ impl<D: Driver> Climber<'_, D> {
         })
     }
 
-    /// Waits for its turn, for other threads and for other processes.
+    /// Waits for the request's turn, for other threads and for other processes.
     pub(super) fn wait_for_others(self, climb: &mut Climb) -> Attempt {
         if let Err(error) = self.finish_awaiting_device(climb) {
             return Attempt::Failed(error);
@@ -88,8 +90,9 @@ impl<D: Driver> Climber<'_, D> {
             is_helped: self.desk.callbacks.are_running(),
         };
         let (attempt, bells) = self.shared.locked(|mut core| {
-            // During a capture nothing may be asked, but others may still give memory back.
-            if core.demand.queue.verdict(climb.asker.ticket).is_none()
+            // During a capture the driver must not be called, but other threads may still free
+            // memory.
+            if core.demand.queue.verdict(climb.queued.ticket).is_none()
                 && !core.mem.is_recording()
                 && let Err(error) = core.process_many_events()
             {
@@ -101,7 +104,8 @@ impl<D: Driver> Climber<'_, D> {
         attempt
     }
 
-    /// How long a request may still wait: what is left of its own budget, and of the process's.
+    /// Returns how long a request may still wait: the rest of its own budget, or of the process's
+    /// if that is less.
     fn time_to_wait(self, climb: &Climb, now: Duration) -> Duration {
         let left = climb.left(now);
         let total = climb.options.wait_total_ms.map(Duration::from_millis);
@@ -109,28 +113,28 @@ impl<D: Driver> Climber<'_, D> {
     }
 }
 
-/// What a request that waits looks at.
+/// The state that a waiting request checks at one look.
 #[derive(Debug)]
 struct Look {
     now: Duration,
     /// How long it may still wait.
     left: Duration,
-    /// What the device reports as free.
+    /// Bytes that the device reports as free.
     free: Option<u64>,
-    /// Whether a callback is under way, which may free memory of any owner.
+    /// Whether a callback is running, which may free memory of any owner.
     is_helped: bool,
 }
 
 impl<D: Driver> Locked<'_, D> {
-    /// One look of a request that waits for others: takes memory if it is its turn, or waits on. Also returns the bells to
-    /// ring once the lock is free.
+    /// One look of a request that waits for others: it takes memory if it is its turn, or goes on
+    /// waiting. Also returns the bells to ring once the lock is free.
     fn look_in_queue(
         &mut self,
         climb: &mut Climb,
         look: &Look,
         stats: impl Fn() -> Stats,
     ) -> (Attempt, Bells) {
-        let ticket = climb.asker.ticket;
+        let ticket = climb.queued.ticket;
         if let Some(verdict) = self.demand.queue.verdict(ticket) {
             climb.end.verdict = Some(verdict);
             return (Attempt::Nothing(Ended::Nothing), Bells::new());
@@ -142,16 +146,16 @@ impl<D: Driver> Locked<'_, D> {
         }
         let request = self.request_of(climb);
         let mut sources = self.sources(climb, &request, look);
-        // A task that gave way is let in when its time is up, rather than refused.
+        // A task that gave way tries when its time is up, before it is refused.
         let held_back =
-            !left.is_zero() && self.demand.queue.is_held_back(self.mem.heap, climb.asker.owner);
+            !left.is_zero() && self.demand.queue.is_held_back(self.mem.heap, climb.queued.owner);
         self.demand.queue.hold_back(ticket, held_back);
         sources.turn |= held_back;
         let urged = self.demand.queue.is_urged(ticket);
-        let in_turn = !held_back && self.demand.queue.may_try(self.mem.heap, &climb.asker);
+        let in_turn = !held_back && self.demand.queue.may_try(self.mem.heap, &climb.queued);
         let tries = in_turn || urged || left.is_zero() || !sources.any();
-        // Its own lane serves no request that is ahead of it and waits for another lane.
-        if (tries || !held_back && self.demand.queue.may_take_own(&climb.asker))
+        // Free blocks of its own lane do not help the requests ahead that wait for other lanes.
+        if (tries || !held_back && self.demand.queue.may_take_own(&climb.queued))
             && let Some(address) = self.serve_free(climb)
         {
             return (Attempt::Served { address, won: 0 }, Bells::new());
@@ -161,7 +165,7 @@ impl<D: Driver> Locked<'_, D> {
                 std::mem::replace(&mut climb.tries.awaits_work, sources.events) && !sources.events;
             let seen = self.seen(&stats(), look.free);
             if self.is_worth_climbing(climb, &request, work_ended, seen, left) {
-                // That work has ended may help others, too.
+                // The end of that work may help other requests, too.
                 let bells = work_ended.then(|| self.demand.queue.changed());
                 return (Attempt::Again, bells.unwrap_or_default());
             }
@@ -187,7 +191,7 @@ impl<D: Driver> Locked<'_, D> {
         }
     }
 
-    /// What may still come for a request that waits.
+    /// Returns the sources from which memory may still come for a request that waits.
     fn sources(
         &mut self,
         climb: &Climb,
@@ -204,14 +208,14 @@ impl<D: Driver> Locked<'_, D> {
         let processes = self.others_may_help(request, look.free);
         let supply = Supply { needed, by_itself, work, processes };
         let queue = &self.demand.queue;
-        queue.sources(self.mem.heap, &climb.asker, request, supply, look.is_helped)
+        queue.sources(self.mem.heap, &climb.queued, request, supply, look.is_helped)
     }
 
-    /// Whether the memory that other processes hold would be enough, and the limit allows it.
+    /// Returns whether the memory of other processes would be enough, and the limit allows it.
     fn others_may_help(&self, request: &Request, free: Option<u64>) -> bool {
         let Some(free) = free else { return false };
         let others = self.held_by_others(free);
-        // What is cached would be given back first.
+        // Cached memory would be given back first.
         let cached = self.mem.ledger.cached();
         let in_use = self.mem.reserved().saturating_sub(cached);
         let limit = self.mem.backing.limit();
@@ -222,8 +226,9 @@ impl<D: Driver> Locked<'_, D> {
             && wanted <= free.saturating_add(others).saturating_add(cached)
     }
 
-    /// Whether a request that waits should go up once more: it has not yet, or there is more than before, and together that
-    /// may be enough; or work has ended that memory was waited for. When its time is up, once.
+    /// Returns whether a request that waits should climb again: it has not climbed yet; or there is
+    /// more memory than before, which may be enough; or work that it waited for has ended. After
+    /// its time is up, at most once.
     fn is_worth_climbing(
         &mut self,
         climb: &mut Climb,
@@ -243,16 +248,16 @@ impl<D: Driver> Locked<'_, D> {
         is_worth
     }
 
-    /// The request waits in the queue from now on, if it did not already.
+    /// Adds the request to the queue, if it is not there yet.
     fn join_queue(&mut self, climb: &Climb, now: Duration) {
         let pause = Duration::from_millis(climb.options.wait_ceiling_ms);
         let looks_by = climb.time.deadline.min(now.saturating_add(pause));
         self.demand.queue.look(now);
-        self.demand.queue.join(climb.asker, &climb.bell, looks_by);
+        self.demand.queue.join(climb.queued, &climb.bell, looks_by);
         self.demand.update_attention();
     }
 
-    /// Borrows a whole block, unless that rung is switched off, or borrowed memory would not help.
+    /// Borrows a whole block, unless that rung is switched off or the request is a prefetch.
     fn borrow_if_allowed(&mut self, climb: &Climb, request: &Request) -> DriverResult<Option<u64>> {
         if climb.asked.ahead || climb.options.skip_rungs.contains(Rung::Borrow) {
             return Ok(None);

@@ -1,4 +1,4 @@
-//! The streams' part of the invariant check.
+//! The streams' share of the invariant check.
 
 use std::collections::BTreeMap;
 

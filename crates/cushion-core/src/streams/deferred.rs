@@ -1,27 +1,29 @@
 //! Frees whose events cannot be recorded yet: during a capture, or because the driver failed.
 //!
-//! During a capture, the order of the captured graph may prove that a block is free for its own stream, without an event.
+//! During a capture, the order of the captured graph may prove that a block is free for its own
+//! stream, without an event.
 
 use super::Streams;
 use crate::driver::{Driver, DriverResult, NodeId, StreamId};
 use crate::heap::Heap;
 use crate::heap::block::{BlockId, Uses};
 
-/// How many blocks that wait for the end of a capture are looked at in one call.
+/// How many blocks that wait for the end of a capture are checked in one call.
 const MOST_CAPTURED: u32 = 16;
 
 /// A block whose events are still to be recorded.
 #[derive(Debug)]
 pub(super) struct Deferred {
     pub(super) block: BlockId,
-    /// The last nodes that use the block in the graph being captured; empty if it must wait for the end of the capture.
+    /// The last nodes of the captured graph that use the block; empty if it must wait for the end
+    /// of the capture.
     pub(super) markers: Vec<NodeId>,
-    /// Freed during a capture: uses recorded in that capture need no event after it.
+    /// Whether it was freed during a capture. Uses recorded in that capture need no event after it.
     pub(super) in_capture: bool,
 }
 
 impl Streams {
-    /// Records the events that had to wait: for the end of a capture, or for a driver that failed.
+    /// Records the events that had to wait for the end of a capture, or because the driver failed.
     pub(super) fn record_deferred(
         &mut self,
         heap: &mut Heap,
@@ -35,7 +37,7 @@ impl Streams {
             let id = deferred.block;
             if let Some(uses) = &mut heap.users_mut(id).uses {
                 let Uses { streams, in_capture, ours } = &mut **uses;
-                // Work recorded in a capture is ordered before all that follows its end.
+                // Work recorded in a capture is ordered before everything that follows its end.
                 if std::mem::take(&mut deferred.in_capture) {
                     streams.retain(|stream| !in_capture.contains(stream));
                     in_capture.clear();
@@ -56,8 +58,8 @@ impl Streams {
         Ok(())
     }
 
-    /// The last nodes, on every stream that used the block, of the graph being captured; empty if the block must wait for
-    /// more than the graph.
+    /// Returns the last nodes of the captured graph, on every stream that used the block; empty if
+    /// the block must wait for more than the graph.
     pub(super) fn free_markers(
         &self,
         heap: &Heap,
@@ -66,12 +68,12 @@ impl Streams {
     ) -> DriverResult<Vec<NodeId>> {
         let block = &heap[id];
         let mut markers = Vec::new();
-        // Work from before the capture is not in its graph: it needs an event. A stream that the program did not name may
-        // be gone.
+        // Work from before the capture is not in its graph and needs an event. A stream that the
+        // program did not name may no longer exist.
         let before = |uses: &Uses| {
             !uses.ours.is_empty() || uses.streams.iter().any(|s| !uses.in_capture.contains(s))
         };
-        // The block's own stream may be gone too, unless it lasts.
+        // The block's own stream may no longer exist either, unless it lasts.
         if !self.lasts(block.lane.stream) || block.users.uses.as_deref().is_some_and(before) {
             return Ok(markers);
         }
@@ -84,8 +86,8 @@ impl Streams {
         Ok(markers)
     }
 
-    /// Finds deferred blocks of `stream` whose last uses come, in the graph being captured, before all that the stream
-    /// will do from now on: they are done.
+    /// Finds deferred blocks of `stream` whose last uses come, in the captured graph, before all
+    /// later work of the stream: they are done.
     pub(crate) fn process_capture(
         &mut self,
         heap: &mut Heap,

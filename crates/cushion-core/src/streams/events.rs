@@ -1,14 +1,16 @@
 //! Frees that wait for other streams, by events.
 //!
-//! A block that other streams used gets one event per such stream when it is freed, and is free when all of them have
-//! finished. Events come from a pool of their own.
+//! A block that other streams used gets one event per such stream when it is freed. It is free when
+//! all of them have finished. Finished events are reused.
 //!
-//! The engine itself lets a stream use memory of another: a block that is borrowed, or in host memory. The program did
-//! not name such a stream for the block, so it may destroy the stream before the free. Unless the stream lasts, no event
-//! is recorded on it: the block is free after the next wait for the whole device.
+//! The engine itself lets a stream use memory of another: a block that is borrowed, or in host
+//! memory. The program did not name such a stream for the block, so it may destroy the stream
+//! before the free. Unless the stream lasts, no event is recorded on it: the block is free after
+//! the next wait for the whole device.
 //!
-//! How many events are queried at a time is bounded, however many streams there are. An allocation queries a few, and the
-//! next one goes on where this one stopped. A request that finds no memory queries many, before anything dearer is tried.
+//! The number of events queried at a time is bounded, however many streams there are. An allocation
+//! queries a few, and the next one continues where it stopped. A request that finds no memory
+//! queries many before it tries costlier steps.
 
 use std::collections::VecDeque;
 use std::ops::Bound;
@@ -23,20 +25,21 @@ use crate::driver::{Driver, DriverResult, EventId, StreamId};
 use crate::heap::Heap;
 use crate::heap::block::{BlockId, Uses};
 
-/// How many streams that are not done an allocation queries at most. PyTorch's pools have so many streams: up to there all
-/// are queried each time, as PyTorch does.
+/// How many unfinished streams an allocation queries at most. PyTorch's pools have this many
+/// streams: up to here all are queried each time, as in PyTorch.
 const FEW: usize = 64;
 
-/// How many it queries where there are more streams than [`FEW`]: each query likely misses the processor's caches.
+/// How many it queries if there are more streams than [`FEW`]: each query is likely to miss the
+/// processor's caches.
 const SOME: usize = 16;
 
-/// As [`FEW`], for a request that finds no memory. More would hold the lock for too long.
+/// Like [`FEW`], for a request that finds no memory. More would hold the lock for too long.
 const MANY: usize = 1024;
 
 /// How many frees an allocation completes at most.
 const FINISHED: usize = 1024;
 
-/// How many events are waited for without the lock before the frees behind them are completed with it.
+/// How many events are waited for without the lock before their frees are completed with the lock.
 pub(crate) const AT_ONCE: usize = 1024;
 
 /// An event on a stream, and the block whose free waits for it.
@@ -62,13 +65,14 @@ impl Streams {
             heap.set_shared(block.lane);
         }
         self.note_use(heap, driver, id, stream);
-        // From now on the program itself says that the stream exists at the free.
+        // From now on the program itself vouches that the stream exists at the free.
         if let Some(uses) = &mut heap.users_mut(id).uses {
             uses.ours.retain(|&noted| noted != stream);
         }
     }
 
-    /// Notes that the engine lets `stream` use a block of another stream, which the program does not know.
+    /// Notes that the engine lets `stream` use a block of another stream, without the program's
+    /// knowledge.
     pub(crate) fn note_borrowed(
         &mut self,
         heap: &mut Heap,
@@ -83,7 +87,8 @@ impl Streams {
         }
     }
 
-    /// Notes that a block in host memory goes back once its own stream is done with it, too.
+    /// Notes that a block in host memory is released only after its own stream, too, is done with
+    /// it.
     pub(crate) fn note_own_stream(&mut self, heap: &mut Heap, id: BlockId) {
         let stream = heap[id].lane.stream;
         let uses = heap.users_mut(id).uses.get_or_insert_default();
@@ -94,9 +99,9 @@ impl Streams {
     }
 
     fn note_use(&mut self, heap: &mut Heap, driver: &impl Driver, id: BlockId, stream: StreamId) {
-        // PyTorch takes every use while allocations go to a private pool for one in a capture. In a pool of the user's own
-        // it is not, and the work would not be waited for: ask the driver. A driver that does not say costs a wait too
-        // many at worst.
+        // While allocations go to a private pool, PyTorch treats every use as part of a capture. In
+        // a user's own pool it is not, and the work would not be waited for: ask the driver. If the
+        // driver does not answer, the cost is at worst one wait too many.
         let captured =
             self.is_recording() && driver.capture(stream).is_ok_and(|found| found.is_some());
         let Uses { streams, in_capture, .. } =
@@ -115,8 +120,8 @@ impl Streams {
 
     // ---- freeing ----
 
-    /// Frees a block that other streams used, once they are done with it. `reuse` lets the order of a captured graph
-    /// prove that.
+    /// Frees a block that other streams used, once they are done with it. With `reuse`, the order
+    /// of a captured graph may prove that.
     pub(crate) fn free_when_done(
         &mut self,
         heap: &mut Heap,
@@ -140,8 +145,8 @@ impl Streams {
         recorded.map(drop)
     }
 
-    /// Records an event on each stream that used the block; false if one of them is being captured. Then, and on failure,
-    /// the streams without an event are still noted in the block.
+    /// Records an event on each stream that used the block. Returns false if one of them is being
+    /// captured. Then, and on failure, the streams without an event stay noted in the block.
     pub(super) fn record_events(
         &mut self,
         heap: &mut Heap,
@@ -173,13 +178,14 @@ impl Streams {
 
     // ---- finding out what is done ----
 
-    /// Finds blocks that no stream uses any more, as many as an allocation has the time for. Never waits.
+    /// Finds blocks that no stream uses any more, as many as an allocation has time for. Never
+    /// waits.
     pub(crate) fn process(&mut self, heap: &mut Heap, driver: &impl Driver) -> DriverResult<()> {
         let most = if self.events.len() <= FEW { FEW } else { SOME };
         self.process_up_to(heap, driver, most, FINISHED)
     }
 
-    /// As [`process`](Self::process), for a request that finds no memory.
+    /// Like [`process`](Self::process), for a request that finds no memory.
     pub(crate) fn process_many(
         &mut self,
         heap: &mut Heap,
@@ -188,13 +194,13 @@ impl Streams {
         self.process_up_to(heap, driver, MANY, usize::MAX)
     }
 
-    /// How often [`process_many`](Self::process_many) has to be called to query all streams.
+    /// Returns how often [`process_many`](Self::process_many) must be called to query all streams.
     pub(crate) fn rounds(&self) -> usize {
         self.events.len().div_ceil(MANY)
     }
 
-    /// Queries the first event of each stream, until so many were not done or so many were. Where there are more streams
-    /// than that, the next call goes on from there.
+    /// Queries the first event of each stream, until `most_unfinished` were not done or
+    /// `most_finished` were. If there are more streams, the next call continues from there.
     fn process_up_to(
         &mut self,
         heap: &mut Heap,
@@ -210,7 +216,7 @@ impl Streams {
         let mut has_turned = first.is_none();
         loop {
             let from = at.map_or(Bound::Unbounded, Bound::Excluded);
-            // Once round, and not beyond where it began.
+            // Once around, and not beyond the start.
             let to = first.filter(|_| has_turned).map_or(Bound::Unbounded, Bound::Included);
             let mut done = None;
             for (&stream, queue) in self.events.range((from, to)) {
@@ -240,7 +246,7 @@ impl Streams {
         }
     }
 
-    /// The device was waited for: finds the blocks that waited for it.
+    /// Finds the blocks that waited for the device, after a wait for it.
     pub(crate) fn device_waited_for(&mut self, heap: &mut Heap, proof: Proof) {
         let is_done = |&mut (freed, _): &mut (Moment, BlockId)| proof.covers_device_until(freed);
         let done: Vec<_> = self.awaiting_device.extract_if(.., is_done).collect();
@@ -249,7 +255,8 @@ impl Streams {
         }
     }
 
-    /// The pending events (of one private pool, if given), for a caller that will wait for them without the lock.
+    /// Returns the pending events (of one private pool, if given), for a caller that will wait for
+    /// them without the lock.
     pub(crate) fn awaited(
         &mut self,
         heap: &mut Heap,
@@ -266,8 +273,9 @@ impl Streams {
         Ok(self.events.iter().flat_map(of_stream).collect())
     }
 
-    /// Events were waited for. Another thread may have seen some finished before, and even recorded them anew for the
-    /// same blocks: so they are queried once more.
+    /// Takes note of events that were waited for. Another thread may have seen some of them
+    /// finished before, and even recorded them again for the same blocks: so they are queried once
+    /// more.
     pub(crate) fn events_waited_for(
         &mut self,
         heap: &mut Heap,
@@ -285,7 +293,7 @@ impl Streams {
         Ok(())
     }
 
-    /// Takes those of one stream's events that are finished out of its queue, in one walk over it.
+    /// Removes the finished events of one stream from its queue, in one walk over it.
     fn take_finished(
         &mut self,
         driver: &impl Driver,
@@ -319,7 +327,7 @@ impl Streams {
         asked
     }
 
-    /// Takes the first event out of its stream's queue.
+    /// Removes the first event from its stream's queue.
     fn pop_event(&mut self, stream: StreamId) {
         if let Some(queue) = self.events.get_mut(&stream) {
             queue.pop_front();
@@ -334,7 +342,7 @@ impl Streams {
         self.use_ended(heap, id);
     }
 
-    /// One of the uses that a pending block waits for has ended.
+    /// Notes that one of the uses that a pending block waits for has ended.
     fn use_ended(&mut self, heap: &mut Heap, id: BlockId) {
         let users = heap.users_mut(id);
         users.events -= 1;
@@ -345,7 +353,8 @@ impl Streams {
 
     // ---- events ----
 
-    /// An event after all work that is queued on a stream now. The stream must exist, and must not be captured.
+    /// Records an event after all work that is queued on a stream now. The stream must exist, and
+    /// must not be captured.
     pub(super) fn event_now(
         &mut self,
         driver: &impl Driver,
@@ -364,12 +373,12 @@ impl Streams {
         }
     }
 
-    /// Keeps an event that nobody waits for any more.
+    /// Keeps an event for reuse.
     pub(super) fn keep_event(&mut self, event: EventId) {
         self.idle_events.push(event);
     }
 
-    /// Keeps events that nobody waits for any more.
+    /// Keeps events for reuse.
     pub(crate) fn keep_events(&mut self, events: impl IntoIterator<Item = EventId>) {
         self.idle_events.extend(events);
     }
@@ -379,7 +388,13 @@ impl Streams {
         driver.event_synchronize(event)
     }
 
-    /// Destroys the events that nobody waits for: at the end of the engine.
+    /// Waits, without the lock, for all work on the device.
+    pub(crate) fn wait_for_device(driver: &impl Driver) -> DriverResult<()> {
+        // Any stream will do: the driver waits for all of them.
+        driver.stream_synchronize(StreamId(0))
+    }
+
+    /// Returns the events that are not in use, for the engine to destroy at its end.
     pub(crate) fn take_idle_events(&mut self) -> Vec<EventId> {
         std::mem::take(&mut self.idle_events)
     }

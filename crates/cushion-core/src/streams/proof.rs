@@ -1,43 +1,52 @@
-//! Why no memory is unmapped, released or given to another stream while the device may still use it.
+//! Why no memory is unmapped, released or given to another stream while the device may still use
+//! it.
 //!
 //! # The rule
 //!
-//! Unmapping and releasing pages, splitting a page, dissolving a stitch and handing a block to another stream all
-//! take an [`Idle`]: the statement that no work can use the memory of one block. Only this file makes one. It is bound to
-//! one hold of the engine's lock, so nothing can begin to use the block before the call that takes it.
+//! Unmapping and releasing pages, splitting a page, dissolving a stitch and handing a block to
+//! another stream all take an [`Idle`]: evidence that no work can use the memory of one block. Only
+//! this file creates one. It is bound to one hold of the engine's lock, so that no work can begin
+//! to use the block before the call that takes it.
 //!
 //! # What may use a free block
 //!
-//! * Work of the block's own stream that was queued before the free. A free on the own stream records no event.
+//! * Work of the block's own stream that was queued before the free. A free on the own stream
+//!   records no event.
 //! * Work of other streams. The block is not free before that work is done (`events.rs`).
-//! * Graphs, if the block belongs to a private pool. A graph may be replayed on any stream until its pool is released,
+//! * Graphs, if the block belongs to a private pool. A graph may be replayed on any stream until
+//!   its pool is released,
 //!   and the last replay may still run after that.
 //!
 //! # How it is known that this work is done
 //!
-//! The engine counts *moments*: each completed free is one, and so is each release of a private pool. A block remembers
-//! the moment of its last free, a private pool that of its release. A [`Proof`] says that all work is done which may use
-//! memory that was freed up to a moment. There are two ways to get one:
+//! The engine counts *moments*: each completed free is one, and so is each release of a private
+//! pool. A block stores the moment of its last free, a private pool that of its release. A
+//! [`Proof`] says that all work is done that may use memory freed up to a moment. There are two
+//! ways to get one:
 //!
-//! * [`Streams::now`] is noted, then the driver waits for the whole device, then [`Proof::of_device`] is made. The proof covers
-//!   the default pools, and those private pools that had been released by that moment.
-//! * [`Streams::poll_stream`], or a [`Mark`] that is polled later, records an event on one stream, notes the moment, and
-//!   finds the event finished. The proof covers blocks of that stream in the default pools, and never a private pool.
+//! * Note [`Streams::now`], let the driver wait for the whole device, then create
+//!   [`Proof::of_device`]. The proof covers the default pools, and the private pools that had been
+//!   released by that moment.
+//! * [`Streams::poll_stream`], or a [`Mark`] that is polled later, records an event on one stream,
+//!   notes the moment, and finds the event finished. The proof covers blocks of that stream in the
+//!   default pools, and never a private pool.
 //!
-//! [`Streams::idle`] compares a block with a proof. A block that was used and freed again has a later moment, and so has a
-//! pool that was released later: for these the proof is stale.
+//! [`Streams::idle`] compares a block with a proof. A block that was used and freed again has a
+//! later moment, and so has a pool that was released later: the proof does not cover them.
 //!
 //! Plain segments need no proof. [`Driver::free`] waits for the device itself.
 //!
-//! # Streams that may be gone
+//! # Streams that may no longer exist
 //!
-//! The program may destroy a stream at any time, and CUDA crashes if the handle of a destroyed stream is used. Events are
-//! recorded only on streams that are certainly there: the stream that asks, the default stream, those that the program
-//! says it never destroys ([`LastingStreams`]), and those that the program itself names for a block. A stream that is
-//! being captured is not touched either: an event would become a part of the graph, or break it.
+//! The program may destroy a stream at any time, and CUDA crashes if the handle of a destroyed
+//! stream is used. Events are recorded only on streams that certainly exist: the stream of the
+//! request, the default stream, streams that the program says it never destroys
+//! ([`LastingStreams`]), and streams that the program itself names for a block. A stream that is
+//! being captured is not touched either: an event would become part of the graph, or break it.
 //!
-//! CUDA may give the handle of a destroyed stream to a new one. The engine cannot tell them apart, and neither can PyTorch:
-//! a program that destroys a stream waits for its work first, or frees its tensors after that work.
+//! CUDA may give the handle of a destroyed stream to a new one. The engine cannot tell them apart,
+//! and neither can PyTorch: a program that destroys a stream must wait for its work first, or free
+//! its tensors after that work.
 
 use std::collections::BTreeSet;
 use std::marker::PhantomData;
@@ -49,15 +58,16 @@ use crate::heap::Heap;
 use crate::heap::block::{BlockId, BlockState};
 use crate::heap::pool::{LaneId, PoolTable};
 
-/// Streams that are never destroyed, so that their handles may be used at any time. The default stream always is one.
+/// Streams that are never destroyed, so that their handles may be used at any time. The default
+/// stream is always one.
 #[derive(Debug, Clone, Default)]
 pub enum LastingStreams {
-    /// None is known to be.
+    /// No stream is known to be one.
     #[default]
     Unknown,
-    /// These are.
+    /// These streams.
     These(BTreeSet<StreamId>),
-    /// All are.
+    /// All streams.
     All,
 }
 
@@ -71,7 +81,8 @@ impl LastingStreams {
     }
 }
 
-/// All work is done that may use memory freed up to a moment, on the streams and in the pools that it covers.
+/// The statement that all work is done that may use memory freed up to a moment, on the streams and
+/// in the pools that it covers.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Proof {
     until: Moment,
@@ -88,21 +99,23 @@ enum Covers {
 }
 
 impl Proof {
-    /// Nothing was waited for, and nothing polled.
+    /// The proof that covers nothing.
     pub(crate) const NONE: Self = Self { until: Moment::FIRST, covers: Covers::Nothing };
 
-    /// The proof of somebody who noted the moment `until`, and then waited for all work on the device.
+    /// Returns the proof of a caller that noted the moment `until` and then waited for all work on
+    /// the device.
     pub(crate) fn of_device(until: Moment) -> Self {
         Self { until, covers: Covers::Device }
     }
 
-    /// Whether the device was waited for after `moment`.
+    /// Returns whether the device was waited for after `moment`.
     pub(super) fn covers_device_until(&self, moment: Moment) -> bool {
         matches!(self.covers, Covers::Device) && moment <= self.until
     }
 }
 
-/// No work can use the memory of this block, as long as the engine's lock is held for `'lock`.
+/// Evidence that no work can use the memory of this block while the engine's lock is held for
+/// `'lock`.
 #[derive(Debug)]
 #[must_use = "it is made to take memory away"]
 pub(crate) struct Idle<'lock> {
@@ -116,7 +129,7 @@ impl Idle<'_> {
     }
 }
 
-/// An event behind the work that a stream had at one moment.
+/// An event after the work that a stream had at one moment.
 #[derive(Debug)]
 pub(crate) struct Mark {
     event: EventId,
@@ -125,13 +138,13 @@ pub(crate) struct Mark {
 }
 
 impl Mark {
-    /// For a mark whose event was found finished.
+    /// Returns the proof, for a mark whose event has finished.
     fn proof(&self) -> Proof {
         Proof { until: self.at, covers: Covers::Stream(self.stream) }
     }
 }
 
-/// Work that was marked, and may have been seen done since.
+/// Marked work, under way or done.
 #[derive(Debug)]
 pub(crate) enum Marked {
     UnderWay(Mark),
@@ -139,7 +152,8 @@ pub(crate) enum Marked {
 }
 
 impl Marked {
-    /// The event of a mark that is no longer needed; `None` if the event was used up.
+    /// Returns the event of a mark that is no longer needed; `None` if the event was kept for reuse
+    /// already.
     pub(crate) fn into_event(self) -> Option<EventId> {
         match self {
             Self::UnderWay(mark) => Some(mark.event),
@@ -153,15 +167,17 @@ impl Marked {
 pub(crate) enum Work {
     Done(Proof),
     UnderWay,
-    /// The stream may be gone, or a graph may run on any stream: only the device can be waited for.
+    /// The stream may no longer exist, or a graph may run on any stream: only a wait for the device
+    /// helps.
     Unknown,
 }
 
 impl Streams {
     // ---- comparing a block with a proof ----
 
-    /// States that no work can use a block which nobody holds, if the proof covers the block. `'lock` must be one hold of
-    /// the engine's lock: only [`Mem::idle`](crate::memory::Mem::idle) names it.
+    /// Returns evidence that no work can use a block without an owner, if the proof covers the
+    /// block. `'lock` must be one hold of the engine's lock: only
+    /// [`Mem::idle`](crate::memory::Mem::idle) names it.
     pub(crate) fn idle<'lock>(
         &self,
         heap: &Heap,
@@ -169,7 +185,7 @@ impl Streams {
         proof: Proof,
     ) -> Option<Idle<'lock>> {
         let block = heap.get(id)?;
-        let is_nobodys =
+        let is_unowned =
             matches!(block.state, BlockState::Free | BlockState::Detached | BlockState::Shadow);
         let pool = heap[block.lane.pool].id;
         let is_covered = match proof.covers {
@@ -181,11 +197,12 @@ impl Streams {
                 released.is_some_and(|released| released <= proof.until)
             }
         };
-        let is_idle = is_nobodys && is_covered && block.freed <= proof.until;
+        let is_idle = is_unowned && is_covered && block.freed <= proof.until;
         is_idle.then_some(Idle { block: id, lock: PhantomData })
     }
 
-    /// States the same about a block in host memory whose streams are all done with it, its own among them.
+    /// Returns the same for a block in host memory with which all streams, its own included, are
+    /// done.
     pub(crate) fn idle_on_host<'lock>(&self, heap: &Heap, id: BlockId) -> Idle<'lock> {
         let block = &heap[id];
         assert!(
@@ -199,28 +216,28 @@ impl Streams {
 
     // ---- polling ----
 
-    /// The moment of the latest free.
+    /// Returns the moment of the latest free.
     pub(crate) fn now(&self) -> Moment {
         self.moments.now()
     }
 
-    /// The moment of a free or a release of a pool that happens now.
+    /// Returns the moment of a free or a release of a pool that happens now.
     pub(crate) fn next_moment(&mut self) -> Moment {
         self.moments.next()
     }
 
-    /// Says which streams the program never destroys.
+    /// Sets the streams that the program never destroys.
     pub(crate) fn set_lasting(&mut self, streams: LastingStreams) {
         self.lasting = streams;
     }
 
-    /// Whether a stream certainly exists, whichever stream a request is for.
+    /// Returns whether a stream certainly exists, whichever stream a request is for.
     pub(crate) fn lasts(&self, stream: StreamId) -> bool {
         stream == StreamId(0) || self.lasting.contains(stream)
     }
 
-    /// Marks the work that is queued on a stream now; `None` if the stream is being captured. The stream must exist, and
-    /// allocations must not go to a private pool.
+    /// Marks the work that is queued on a stream now; `None` if the stream is being captured. The
+    /// stream must exist, and allocations must not go to a private pool.
     pub(crate) fn mark(
         &mut self,
         driver: &impl Driver,
@@ -233,9 +250,9 @@ impl Streams {
         Ok(Some(Mark { event, stream, at: self.now() }))
     }
 
-    /// Whether marked work is done by now; and whether the driver failed to tell. Never waits.
+    /// Returns whether marked work is done by now, and an error if the driver failed. Never waits.
     pub(crate) fn poll(&mut self, driver: &impl Driver, mark: Mark) -> (Marked, DriverResult<()>) {
-        // The handle of a stream that may be destroyed is not used; the event exists in any case.
+        // The handle of a stream that may be destroyed is not used. The event exists in any case.
         if self.lasts(mark.stream) && !is_uncaptured(driver, mark.stream) {
             return (Marked::UnderWay(mark), Ok(()));
         }
@@ -249,8 +266,8 @@ impl Streams {
         }
     }
 
-    /// The proof that a stream has no work left, if it has none now. Never waits. The stream must exist, and allocations
-    /// must not go to a private pool.
+    /// Returns the proof that a stream is idle, if it is idle now. Never waits. The stream must
+    /// exist, and allocations must not go to a private pool.
     pub(crate) fn poll_stream(
         &mut self,
         driver: &impl Driver,
@@ -262,8 +279,8 @@ impl Streams {
         Ok(done?.then_some(mark.proof()))
     }
 
-    /// What is known of the work on the free memory of a lane. `asking` is the stream of the request. Never waits, and
-    /// must not be called while allocations go to a private pool.
+    /// Returns what is known of the work on the free memory of a lane. `asking` is the stream of
+    /// the request. Never waits, and must not be called while allocations go to a private pool.
     pub(crate) fn work_on(
         &mut self,
         heap: &Heap,
@@ -279,8 +296,8 @@ impl Streams {
     }
 }
 
-/// Whether a stream, which exists, is certainly not being captured. A library may capture one of the program's streams
-/// without telling the allocator.
+/// Returns whether an existing stream is certainly not being captured. A library may capture one of
+/// the program's streams without telling the allocator.
 pub(super) fn is_uncaptured(driver: &impl Driver, stream: StreamId) -> bool {
     matches!(driver.capture(stream), Ok(None))
 }

@@ -1,44 +1,46 @@
-//! What a program, or its surroundings, may do, and how it is made of bytes: of chance, or of a fuzzer's.
+//! The actions of a program and of its environment, and how they are read from random bytes or from
+//! the bytes of a fuzzer.
 
 use super::CAPACITY;
 
-/// One thing a program, or its surroundings, may do. Numbers are taken modulo what there is; what would not be legal
-/// for a program to do at that moment is left out.
+/// One action of a program or of its environment. Numbers are taken modulo the number of choices.
+/// An action that a program may not do at that moment is skipped.
 #[derive(Debug, Clone, PartialEq)]
-#[expect(missing_docs, reason = "the variants say it")]
+#[expect(missing_docs, reason = "the names of the variants say it")]
 pub enum Action {
     Alloc {
         size: u64,
         stream: u8,
     },
-    /// As PyTorch asks: at once if that can be, else by the ladder.
+    /// Allocates as PyTorch does: first only from memory that is available at once, then by the
+    /// ladder.
     AllocAtOnce {
         size: u64,
         stream: u8,
     },
-    /// Asks by a future, which is polled once, and kept if it has to wait.
+    /// Requests memory by a future, which is polled once and kept if it has to wait.
     Future {
         size: u64,
         stream: u8,
     },
-    /// Polls a future that is kept.
+    /// Polls a waiting future.
     PollFuture {
         index: u8,
     },
-    /// Drops a future that is kept.
+    /// Drops a waiting future.
     DropFuture {
         index: u8,
     },
     Free {
         index: u16,
     },
-    /// The same allocations and frees several times over.
+    /// Repeats the same allocations and frees several times.
     Repeat {
         kind: u8,
         stream: u8,
         times: u8,
     },
-    /// Work on another stream that uses a live block, noted with the engine.
+    /// Uses a live block on another stream, which is recorded with the engine.
     UseOn {
         index: u16,
         stream: u8,
@@ -76,7 +78,7 @@ pub enum Action {
         pool: u8,
         stream: u8,
     },
-    /// Makes another stream follow the captured one, and so join its capture.
+    /// Makes another stream follow the captured one; the stream joins the capture.
     JoinCapture {
         stream: u8,
     },
@@ -91,18 +93,18 @@ pub enum Action {
         stream: u8,
         kind: u8,
     },
-    /// Replays what was captured into a pool, on any stream; it runs until it is finished.
+    /// Replays the graphs of a pool on any stream. The replay runs until its work is finished.
     Replay {
         pool: u8,
         stream: u8,
     },
-    /// A library captures a stream without a word to the engine.
+    /// Begins a capture that the engine is not told of, as a library may.
     BeginSilentCapture {
         stream: u8,
     },
     EndSilentCapture,
-    /// When an action next waits for the device, another thread replays a graph for the last time and releases its
-    /// pool.
+    /// When an action next waits for the device, another thread replays a graph for the last time
+    /// and releases its pool.
     ReplayMeanwhile {
         pool: u8,
         stream: u8,
@@ -115,7 +117,7 @@ pub enum Action {
     DestroyStream {
         stream: u8,
     },
-    /// Says which streams last.
+    /// Promises that some streams are never destroyed.
     Lasting {
         which: u8,
     },
@@ -146,30 +148,30 @@ pub enum Action {
     RecordUnknown {
         address: u64,
     },
-    /// Asks what the engine knows of a block.
+    /// Checks what the engine reports about a live block.
     Ask {
         index: u16,
     },
     Snapshot,
     ResetStats,
-    /// Makes allocations fail.
+    /// Injects failures of allocations.
     Inject {
         rules: u8,
     },
-    /// Time passes, and what is not needed is given back.
+    /// Trims after one second.
     Trim,
-    /// As much time as this passes, and what is not needed is given back.
+    /// Trims after this time.
     TrimAfter {
         ms: u16,
     },
-    /// Prepares memory ahead.
+    /// Obtains memory ahead of a request.
     Prefetch {
         size: u64,
         stream: u8,
     },
 }
 
-/// Bytes that a program is made of. After the last come zeros.
+/// The bytes that a program is read from. After the last byte, zeros follow.
 #[derive(Debug)]
 pub(super) struct Reader<'a>(pub(super) &'a [u8]);
 
@@ -192,12 +194,12 @@ impl Reader<'_> {
         self.byte() & 1 == 1
     }
 
-    /// From `from` to `to`, in steps of what 16 bits tell apart.
+    /// Reads a number from `from` to `to`, with a resolution of 16 bits.
     fn between(&mut self, from: u64, to: u64) -> u64 {
         from + u64::from(self.pair()) * (to - from) / u64::from(u16::MAX)
     }
 
-    /// What is asked for: small, large, and what lies on the edge of something.
+    /// Reads the size of a request: small, large, or at a boundary.
     fn size(&mut self) -> u64 {
         const MIB: u64 = 1 << 20;
         const EDGES: [u64; 17] = [
@@ -229,22 +231,22 @@ impl Reader<'_> {
         }
     }
 
-    /// Of whole and half pages.
+    /// Reads a size in whole mebibytes.
     fn large(&mut self) -> u64 {
         (1 + u64::from(self.byte() % 40)) << 20
     }
 }
 
-/// What a program does most.
+/// The actions that a program favours.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Flavour {
-    /// Everything.
+    /// All actions.
     General,
     /// Captures and replays of large blocks.
     Graphs,
-    /// Streams that come and go, with little memory.
+    /// Creation and destruction of streams.
     Streams,
-    /// The same again and again, with time passing.
+    /// Repetition of the same steps, with trims between them.
     Steady,
 }
 
@@ -254,7 +256,7 @@ impl Flavour {
 
 type Make = fn(&mut Reader<'_>) -> Action;
 
-/// How often each action is in a program of each flavour, and how it is read.
+/// The weight of each action in a program of each flavour, and how the action is read.
 const KINDS: &[([u16; 4], Make)] = &[
     ([24, 20, 30, 10], |r| Action::Alloc { size: r.size(), stream: r.byte() }),
     ([4, 16, 10, 4], |r| Action::Alloc { size: r.large(), stream: r.byte() }),
@@ -312,11 +314,11 @@ const KINDS: &[([u16; 4], Make)] = &[
 ];
 
 impl Action {
-    /// The next action of a program.
+    /// Reads the next action of a program.
     pub(super) fn read(from: &mut Reader<'_>, flavour: Flavour) -> Self {
         let weight = |(weights, _): &([u16; 4], Make)| weights[flavour as usize];
         let all: u16 = KINDS.iter().map(weight).sum();
-        // Two bytes, so that all are met about as often as they should be.
+        // Two bytes, so that the frequencies are close to the weights.
         let mut at = from.pair() % all;
         for kind in KINDS {
             match at.checked_sub(weight(kind)) {

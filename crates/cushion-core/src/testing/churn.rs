@@ -1,9 +1,9 @@
-//! A steady workload for benches and for counting what the hot path takes: random sizes with a fixed
-//! number of blocks live.
+//! A steady load for benchmarks and for counting the work of the hot path: random sizes, with a
+//! fixed number of live blocks.
 
 use crate::{Driver, Engine, StreamId};
 
-/// Blocks live on one stream, replaced one at a time.
+/// Live blocks on one stream, replaced one at a time.
 #[derive(Debug)]
 pub struct Churn<'a, D: Driver> {
     engine: &'a Engine<D>,
@@ -18,7 +18,7 @@ impl<'a, D: Driver> Churn<'a, D> {
     ///
     /// # Panics
     ///
-    /// If the device is too small for them.
+    /// If the device is too small for the blocks.
     #[must_use]
     pub fn new(engine: &'a Engine<D>, live: usize) -> Self {
         let mut churn = Self { engine, random: Random::default(), blocks: Vec::new() };
@@ -26,27 +26,27 @@ impl<'a, D: Driver> Churn<'a, D> {
         churn
     }
 
-    /// Frees a block at random and allocates another.
+    /// Frees a random block and allocates another.
     ///
     /// # Panics
     ///
     /// If the engine refuses either.
     pub fn pair(&mut self) {
         let index = usize::try_from(self.random.next() % self.blocks.len() as u64);
-        let index = index.expect("an index of a block");
+        let index = index.expect("the index of a block");
         self.engine.free(self.blocks[index]).expect("a live address");
         self.blocks[index] = self.take();
     }
 
-    /// From 512 bytes to 2 MiB, smaller ones more often.
+    /// Allocates from 512 bytes to 2 MiB; small sizes are more frequent.
     fn take(&mut self) -> u64 {
         let random = self.random.next();
         let bytes = 512 + (random >> 40) % (1 << (9 + random % 13));
-        self.engine.alloc(bytes, Self::STREAM).expect("memory")
+        self.engine.alloc(bytes, Self::STREAM).expect("the device is large enough")
     }
 }
 
-/// Xorshift: the same numbers on every machine.
+/// Xorshift: a random generator with the same numbers on every machine.
 #[derive(Debug)]
 struct Random(u64);
 

@@ -1,4 +1,5 @@
-//! The device of a random program: watched, and with somebody else who acts while it is waited for.
+//! The device of a random program: all calls are checked, and another thread can act while the
+//! engine waits for the device.
 
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -8,15 +9,15 @@ use crate::driver::{
 };
 use crate::{CheckedDriver, SimDriver};
 
-/// What another thread does.
+/// An action of another thread.
 pub(super) type Deed = Box<dyn FnOnce() + Send>;
 
 /// A simulated device under a [`CheckedDriver`].
 pub(crate) struct Gpu {
     pub(super) checked: CheckedDriver<Arc<SimDriver>>,
     meanwhile: Mutex<Option<Deed>>,
-    /// How often whoever waits lets other threads go first.
-    takes: u64,
+    /// How often a waiting thread yields to other threads.
+    yields: u64,
 }
 
 impl fmt::Debug for Gpu {
@@ -27,22 +28,25 @@ impl fmt::Debug for Gpu {
 
 impl Gpu {
     pub(super) fn new(sim: Arc<SimDriver>) -> Self {
-        Self { checked: CheckedDriver::new(sim), meanwhile: Mutex::default(), takes: 0 }
+        Self { checked: CheckedDriver::new(sim), meanwhile: Mutex::default(), yields: 0 }
     }
 
-    /// One that a wait takes its time on, so that other threads meet who waits.
-    pub(super) fn slow(sim: Arc<SimDriver>, takes: u64) -> Self {
-        Self { takes, ..Self::new(sim) }
+    /// Creates a device on which every wait yields `yields` times, so that other threads run during
+    /// it.
+    pub(super) fn slow(sim: Arc<SimDriver>, yields: u64) -> Self {
+        Self { yields, ..Self::new(sim) }
     }
 
-    /// What is done when the device was next waited for, before who waited knows; `None` takes it back.
+    /// Sets the action that runs in the next wait for the device, before the wait returns; `None`
+    /// removes it.
     pub(super) fn meanwhile(&self, deed: Option<Deed>) {
         *self.meanwhile.lock().unwrap_or_else(PoisonError::into_inner) = deed;
     }
 
-    /// The engine holds no lock while it lets the driver wait: another thread may do anything.
+    /// Runs the action of the other thread. The engine holds no lock while the driver waits, so
+    /// another thread may call it.
     fn waited(&self) {
-        (0..self.takes).for_each(|_| std::thread::yield_now());
+        (0..self.yields).for_each(|_| std::thread::yield_now());
         let deed = self.meanwhile.lock().unwrap_or_else(PoisonError::into_inner).take();
         if let Some(deed) = deed {
             deed();
@@ -50,12 +54,15 @@ impl Gpu {
     }
 }
 
-macro_rules! watched {
+/// The driver calls that wait for the device.
+const WAITING_CALLS: [&str; 3] = ["stream_synchronize", "event_synchronize", "free"];
+
+macro_rules! checked_calls {
     ($($name:ident($($argument:ident: $type:ty),*) -> $result:ty;)*) => {
         impl Driver for Gpu {
             $(fn $name(&self, $($argument: $type),*) -> $result {
                 let result = self.checked.$name($($argument),*);
-                if matches!(stringify!($name), "stream_synchronize" | "event_synchronize" | "free") {
+                if WAITING_CALLS.contains(&stringify!($name)) {
                     self.waited();
                 }
                 result
@@ -64,4 +71,4 @@ macro_rules! watched {
     };
 }
 
-crate::driver_methods!(watched);
+crate::driver_methods!(checked_calls);

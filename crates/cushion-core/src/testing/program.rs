@@ -1,4 +1,4 @@
-//! Whole programs: of chance or of bytes, run, and made short where they fail.
+//! Whole programs: read from bytes or from a seed, run, and shrunk if they fail.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -7,35 +7,35 @@ use super::{Action, Futures, World};
 use crate::base::random::Random;
 use crate::{Ladder, Policy};
 
-/// How many actions a program has at most.
+/// The most actions in a program.
 const MOST_ACTIONS: usize = 400;
 
-/// The device a program runs on, and how the engine begins.
+/// The device that a program runs on, and the engine's configuration at the start.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Setup {
-    /// The policy at first.
+    /// The policy at the start.
     pub policy: Policy,
-    /// The ladder.
+    /// The engine's ladder.
     pub ladder: Ladder,
     /// The smallest size of a page; `None` for a device without pages.
     pub granularity: Option<u64>,
     /// Host memory in bytes.
     pub host: u64,
-    /// Bytes that the device reports and does not have.
+    /// Bytes that the device reports but does not have.
     pub unreported: u64,
-    /// How many ranges a stream may have, if fewer than usual: so few that the limit is reached.
+    /// The most ranges of a stream, if lower than the default: so low that programs reach it.
     pub most_ranges: Option<usize>,
 }
 
 impl Setup {
-    /// A device with pages of 2 MiB and up, and host memory that can run out.
+    /// Returns a device with pages of 2 MiB and up, and with limited host memory.
     #[must_use]
     pub fn new(policy: Policy, ladder: Ladder) -> Self {
         let (granularity, host, unreported, most_ranges) = (Some(2 << 20), 64 << 20, 0, None);
         Self { policy, ladder, granularity, host, unreported, most_ranges }
     }
 
-    /// Paged, and with pages of 2 MiB, more often than not.
+    /// Reads a setup. Most setups use `paged` and pages of 2 MiB.
     fn read(from: &mut Reader<'_>) -> Self {
         const POLICIES: [Policy; 5] =
             [Policy::Paged, Policy::Paged, Policy::Paged, Policy::Expandable, Policy::Segments];
@@ -56,17 +56,17 @@ impl Setup {
     }
 }
 
-/// Actions on some device.
+/// Actions, and the device that they run on.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Program {
-    /// What it runs on.
+    /// The device and the engine's configuration.
     pub setup: Setup,
-    /// What it does.
+    /// The actions, in order.
     pub actions: Vec<Action>,
 }
 
 impl Program {
-    /// The program that some bytes stand for. All bytes stand for one.
+    /// Reads a program from bytes. Any bytes are valid.
     #[must_use]
     pub fn read(bytes: &[u8]) -> Self {
         let mut from = Reader(bytes);
@@ -79,22 +79,22 @@ impl Program {
         Self { setup, actions }
     }
 
-    /// The program of this number.
+    /// Returns the program with this number.
     #[must_use]
     pub fn random(seed: u64) -> Self {
         Self::read(&Self::bytes(seed))
     }
 
-    /// The bytes of the program of this number.
+    /// Returns the bytes of the program with this number.
     #[must_use]
     pub fn bytes(seed: u64) -> Vec<u8> {
-        // Numbers that follow each other are to be far apart.
+        // Mixed first, so that consecutive numbers give unrelated programs.
         let mut random = Random(Random(seed).next());
         let length = 16 + random.next() % 160 * (1 + random.next() % 8);
         (0..length / 8).flat_map(|_| random.next().to_le_bytes()).collect()
     }
 
-    /// Runs it, and checks everything after each action.
+    /// Runs the program and checks everything after each action.
     ///
     /// # Panics
     ///
@@ -110,7 +110,7 @@ impl Program {
         world.finish();
     }
 
-    /// What it panics with, if it does.
+    /// Runs the program and returns the message of its panic, if it panics.
     #[must_use]
     pub fn failure(&self) -> Option<String> {
         let panic = catch_unwind(AssertUnwindSafe(|| self.run())).err()?;
@@ -121,45 +121,46 @@ impl Program {
         )
     }
 
-    /// The program without all that it fails without.
+    /// Returns a shorter program that still fails: actions are removed as long as it does.
     #[must_use]
     pub fn shrunk(&self) -> Self {
         let mut least = self.clone();
-        let mut piece = least.actions.len().next_power_of_two();
-        while piece > 0 {
+        let mut length = least.actions.len().next_power_of_two();
+        while length > 0 {
             let mut at = 0;
             let before = least.actions.len();
             while at < least.actions.len() {
                 let mut less = least.clone();
-                less.actions.drain(at..(at + piece).min(least.actions.len()));
+                less.actions.drain(at..(at + length).min(least.actions.len()));
                 if less.failure().is_some() {
                     least = less;
                 } else {
-                    at += piece;
+                    at += length;
                 }
             }
-            if piece > 1 || least.actions.len() == before {
-                piece /= 2;
+            if length > 1 || least.actions.len() == before {
+                length /= 2;
             }
         }
         least
     }
 }
 
-/// What running many programs came to.
+/// The result of running many programs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Summary {
-    /// How many were run.
+    /// The number of programs that ran.
     pub programs: u64,
-    /// How many actions they had.
+    /// The number of their actions.
     pub actions: u64,
 }
 
-/// Runs the programs of numbers that belong to a seed, and tells `progress` now and then.
+/// Runs `programs` programs whose numbers derive from `seed`, and calls `progress` after every
+/// thousand.
 ///
 /// # Panics
 ///
-/// At the first that fails, with as little of it as fails.
+/// At the first program that fails, with the shrunk program in the message.
 pub fn run_programs(seed: u64, programs: u64, mut progress: impl FnMut(Summary)) -> Summary {
     let mut run = Summary::default();
     for number in 0..programs {
@@ -168,9 +169,7 @@ pub fn run_programs(seed: u64, programs: u64, mut progress: impl FnMut(Summary))
         if let Some(failure) = program.failure() {
             let least = program.shrunk();
             let why = least.failure().unwrap_or_default();
-            panic!(
-                "program {number} of seed {seed}: {failure}\nthe least of it: {why}\n{least:#?}"
-            );
+            panic!("program {number} of seed {seed}: {failure}\nshrunk: {why}\n{least:#?}");
         }
         run.programs += 1;
         run.actions += program.actions.len() as u64;

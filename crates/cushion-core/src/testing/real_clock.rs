@@ -1,11 +1,11 @@
-//! Real time for tests and simulations, where nobody waits but threads that block.
+//! Real time, for tests and simulations in which only threads wait, not futures.
 
 use std::task::Waker;
 use std::time::{Duration, Instant};
 
 use crate::{Bell, Clock};
 
-/// Real time, from when the clock was made.
+/// A clock that shows the real time since its creation.
 #[derive(Debug)]
 pub struct RealClock(Instant);
 
@@ -25,7 +25,7 @@ impl Clock for RealClock {
         bell.wait_at_most(at_most);
     }
 
-    /// At once: a future that waits would spin, which no test of threads that block has.
+    /// Wakes the future at once. A waiting future would spin; tests of blocking threads have none.
     fn wake_at(&self, _at: Duration, waker: Waker) {
         waker.wake();
     }

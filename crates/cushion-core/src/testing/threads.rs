@@ -1,6 +1,7 @@
-//! The like of a random program on real threads: each with streams of its own and all short of memory, one that captures
-//! graphs and releases them under their last replay, one that gives back what is cached, and a device that works on its
-//! own. The [`CheckedDriver`](crate::CheckedDriver) watches.
+//! Random load from real threads, all short of memory. Some threads allocate, each on its own
+//! stream. One thread captures graphs and releases their pools during the last replay, one returns
+//! cached memory to the driver, one destroys streams, and one is the device, which finishes work. A
+//! [`CheckedDriver`](crate::CheckedDriver) checks all calls.
 
 use std::collections::BTreeSet;
 use std::pin::pin;
@@ -17,40 +18,42 @@ use crate::{
     SimDriver, StreamId, Tag,
 };
 
-/// Threads that allocate, each on the stream of its number.
+/// The number of threads that allocate, each on the stream with its own number.
 const WORKERS: u64 = 4;
 
-/// The stream that is captured, and the first of those that are destroyed.
+/// The stream that is captured.
 const CAPTURED: StreamId = StreamId(6);
-const FIRST_TO_GO: u64 = 100;
 
-/// What to run.
+/// The first stream that is destroyed.
+const FIRST_DESTROYED: u64 = 100;
+
+/// The load to run.
 #[derive(Debug, Clone, Copy)]
 pub struct Stress {
-    /// Where chance begins. Threads meet otherwise each time all the same.
+    /// The seed of the random numbers. The order of the threads still differs between runs.
     pub seed: u64,
     /// The policy.
     pub policy: Policy,
-    /// What each thread does that allocates.
+    /// The number of operations of each thread that allocates.
     pub operations: u64,
 }
 
-/// What it came to.
+/// The result of a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Stressed {
-    /// Requests that were served,
+    /// Requests that were served.
     pub served: u64,
-    /// and that were refused.
+    /// Requests that were refused.
     pub refused: u64,
-    /// Graphs that were captured,
+    /// Graphs that were captured.
     pub graphs: u64,
-    /// and how often they were replayed.
+    /// Replays of graphs.
     pub replays: u64,
     /// Streams that were destroyed.
     pub destroyed: u64,
 }
 
-/// What all threads share.
+/// The state that all threads share.
 #[derive(Debug)]
 struct Shared {
     engine: Engine<Arc<Gpu>>,
@@ -74,7 +77,8 @@ struct Block {
     life: u64,
 }
 
-/// A thread that the others go on for, until it ends, be it by a panic.
+/// Counts a thread as working until it ends or panics. The other threads continue as long as one
+/// works.
 struct Working<'a>(&'a AtomicUsize);
 
 impl Drop for Working<'_> {
@@ -83,7 +87,7 @@ impl Drop for Working<'_> {
     }
 }
 
-/// Runs the threads to their end, gives everything back, and checks that nothing is left.
+/// Runs the threads to their end, frees everything, and checks that no memory is left.
 ///
 /// # Panics
 ///
@@ -95,7 +99,7 @@ pub fn stress(what: Stress) -> Stressed {
     let config = EngineConfig { clock, ..EngineConfig::default() };
     let engine = Engine::with_config(Arc::clone(&gpu), config);
     engine.set_policy(what.policy);
-    engine.configure("page_mb:4,trim_ms:20,wait_ms:5").expect("options that are valid");
+    engine.configure("page_mb:4,trim_ms:20,wait_ms:5").expect("options are valid");
     let lasting = BTreeSet::from([StreamId(1), StreamId(2), CAPTURED]);
     engine.set_lasting_streams(LastingStreams::These(lasting));
     let zero = || AtomicU64::new(0);
@@ -126,7 +130,7 @@ pub fn stress(what: Stress) -> Stressed {
 }
 
 impl Shared {
-    fn goes_on(&self) -> bool {
+    fn continues(&self) -> bool {
         self.working.load(Ordering::Relaxed) > 0
     }
 
@@ -134,9 +138,9 @@ impl Shared {
         self.lives.fetch_add(1, Ordering::Relaxed)
     }
 
-    /// The device works, now faster and now slower.
+    /// Finishes work, at a varying speed.
     fn device(&self, mut random: Random) {
-        while self.goes_on() {
+        while self.continues() {
             for _ in 0..random.next() % 40 {
                 self.sim.finish_oldest();
             }
@@ -144,34 +148,36 @@ impl Shared {
         }
     }
 
-    /// Somebody gives memory back, and changes the settings.
+    /// Returns memory to the driver, and changes options.
     fn giver(&self, mut random: Random) {
         const CONFS: [&str; 4] =
             ["page_mb:4", "page_mb:16", "spill_limit_mb:64,spill_over_mb:1", "spill_limit_mb:off"];
         let engine = &self.engine;
-        while self.goes_on() {
+        while self.continues() {
             let chance = random.next();
             match random.next() % 40 {
-                0 | 1 => engine.empty_cache().expect("a driver that works"),
-                2 => engine.process_events().expect("a driver that works"),
+                0 | 1 => engine.empty_cache().expect("the driver works"),
+                2 => engine.process_events().expect("the driver works"),
                 3 => engine.set_memory_limit(Some((200 + chance % 300) << 20)),
                 4 => engine.set_memory_limit(None),
-                5 => drop(engine.configure(CONFS[index(chance, CONFS.len())]).expect("options")),
+                5 => drop(
+                    engine.configure(CONFS[index(chance, CONFS.len())]).expect("options are valid"),
+                ),
                 6 => {
                     let _ = engine.prefetch(chance % (30 << 20), StreamId(chance % WORKERS));
                 }
-                7 => engine.check_invariants().expect("sound structures"),
+                7 => engine.check_invariants().expect("the invariants hold"),
                 8 => drop(engine.snapshot()),
-                _ => drop(engine.trim().expect("a driver that works")),
+                _ => drop(engine.trim().expect("the driver works")),
             }
             pause(random.next() % 100);
         }
     }
 
-    /// Somebody captures graphs, replays them on other streams, and releases their memory right after.
+    /// Captures graphs, replays them on other streams, and releases their pools right after.
     fn capturer(&self, mut random: Random) {
         for number in 1.. {
-            if !self.goes_on() {
+            if !self.continues() {
                 return;
             }
             let pool = PoolId(0, number);
@@ -180,7 +186,7 @@ impl Shared {
             for _ in 0..random.next() % 4 {
                 pause(random.next() % 50);
                 let stream = StreamId(random.next() % WORKERS);
-                // Replays of one graph follow each other.
+                // A correct program orders the replays of one graph.
                 if let Some(before) = before.replace(stream) {
                     self.gpu.checked.wait(stream, before);
                 }
@@ -191,14 +197,14 @@ impl Shared {
                 }
                 self.replays.fetch_add(1, Ordering::Relaxed);
             }
-            self.engine.release_pool(pool).expect("a pool in use");
+            self.engine.release_pool(pool).expect("the pool is in use");
             pause(random.next() % 60);
         }
     }
 
     fn capture(&self, random: &mut Random, pool: PoolId) -> Vec<(u64, u64)> {
         let begun = self.engine.begin_allocate_to_pool(pool, Box::new(|stream| stream == CAPTURED));
-        begun.expect("a new pool");
+        begun.expect("the pool is new");
         self.sim.begin_capture(CAPTURED);
         self.gpu.checked.begin_capture(CAPTURED);
         let mut live = Vec::new();
@@ -218,7 +224,7 @@ impl Shared {
         }
         self.gpu.checked.end_capture(CAPTURED);
         self.sim.end_capture(CAPTURED);
-        self.engine.end_allocate_to_pool(pool).expect("a pool that is recorded");
+        self.engine.end_allocate_to_pool(pool).expect("the pool is open");
         for address in live {
             self.engine.free(address).expect("a live allocation");
         }
@@ -227,7 +233,7 @@ impl Shared {
             assert_eq!(
                 &self.gpu.checked.behind(address, size),
                 behind,
-                "another memory for a graph"
+                "the memory of a graph changed"
             );
             (address, size)
         };
@@ -254,11 +260,11 @@ impl Shared {
         live.iter().for_each(|block| self.free(block));
     }
 
-    /// Somebody makes streams, and destroys them with work on them and with blocks of theirs still live.
+    /// Creates streams, and destroys them while they have unfinished work and live blocks.
     fn destroyer(&self, mut random: Random, operations: u64) {
         let _working = Working(&self.working);
         let mut live: Vec<Block> = Vec::new();
-        let mut stream = StreamId(FIRST_TO_GO);
+        let mut stream = StreamId(FIRST_DESTROYED);
         for _ in 0..operations {
             match random.next() % 10 {
                 0..5 => live.extend(self.alloc(&mut random, stream)),
@@ -309,7 +315,7 @@ impl Shared {
         }
     }
 
-    /// Asks by a future, which is dropped if it has to wait for long.
+    /// Requests memory by a future. Drops the future if it waits too long.
     fn poll(
         &self,
         random: &mut Random,
@@ -344,16 +350,20 @@ impl Shared {
     }
 
     fn finish(self) -> Stressed {
-        self.engine.check_invariants().expect("sound structures");
+        self.engine.check_invariants().expect("the invariants hold");
         self.sim.finish_all();
         self.engine.set_memory_limit(None);
-        self.engine.empty_cache().expect("a driver that works");
-        self.engine.check_invariants().expect("sound structures");
+        self.engine.empty_cache().expect("the driver works");
+        self.engine.check_invariants().expect("the invariants hold");
         let stats = self.engine.stats();
         assert_eq!(stats.reserved_bytes.all.current, 0, "memory is left: {stats:#?}");
         assert_eq!(stats.active_bytes.all.current, 0, "memory is in use: {stats:#?}");
-        assert_eq!((self.sim.held(), self.sim.held_host()), (0, 0), "the device has some left");
-        assert_eq!(self.engine.waiting(), 0, "somebody waits for ever");
+        assert_eq!(
+            (self.sim.held(), self.sim.held_host()),
+            (0, 0),
+            "the device reports that memory is left"
+        );
+        assert_eq!(self.engine.waiting(), 0, "a request still waits");
         Stressed {
             served: self.served.into_inner(),
             refused: self.refused.into_inner(),
@@ -364,12 +374,12 @@ impl Shared {
     }
 }
 
-/// An index into so many, by chance.
+/// Returns an index below `count` from a random number.
 fn index(chance: u64, count: usize) -> usize {
     usize::try_from(chance % count.max(1) as u64).unwrap_or(0)
 }
 
-/// Lets others go first.
+/// Yields to other threads.
 fn pause(times: u64) {
     (0..times).for_each(|_| thread::yield_now());
 }

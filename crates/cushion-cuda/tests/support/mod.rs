@@ -1,7 +1,7 @@
-//! What the tests share: functions of a driver library by name, and tests that run in a process of
-//! their own, where the stand-in is `libcuda.so.1` and `libnvidia-ml.so.1`.
+//! Shared test code: functions of a driver library by name, and tests in a process of their own,
+//! where the stand-in is `libcuda.so.1` and `libnvidia-ml.so.1`.
 
-#![allow(dead_code, reason = "each test uses its part")]
+#![allow(dead_code, reason = "each test uses some of it")]
 
 use std::ffi::{c_char, c_int, c_uint};
 use std::path::{Path, PathBuf};
@@ -12,21 +12,20 @@ use libloading::Library;
 /// Set in a process that was started to run one test.
 const CHILD: &str = "CUSHION_TEST_CHILD";
 
-/// Declares functions of the library as methods. They are safe for tests, which pass what the
-/// functions ask for.
+/// Declares functions of the library as methods. They are safe because tests pass valid arguments.
 macro_rules! library_functions {
     ($($name:ident($($argument:ident: $type:ty),*) $(-> $result:ty)?;)*) => {
         #[expect(non_snake_case, reason = "CUDA's own names")]
         impl Lib {
             $(pub(crate) fn $name(&self, $($argument: $type),*) $(-> $result)? {
                 // SAFETY: the type is that of CUDA's header, or of the stand-in's source, for this
-                // name; a library is reached no other way.
+                // name; only lookups by name reach the library.
                 let function = unsafe {
                     self.0.get::<unsafe extern "C" fn($($type),*) $(-> $result)?>(stringify!($name))
                 };
                 let function = function.expect(stringify!($name));
-                // SAFETY: tests pass pointers that are valid for the call, and handles that CUDA
-                // gave or the stand-in takes.
+                // SAFETY: tests pass pointers that are valid during the call, and handles that CUDA
+                // returned or the stand-in accepts.
                 unsafe { function($($argument),*) }
             })*
         }
@@ -74,25 +73,26 @@ library_functions! {
 
 impl Lib {
     pub(crate) fn open() -> Self {
-        // SAFETY: the stand-in, or the machine's own driver: both are made to be loaded.
+        // SAFETY: this is the stand-in or the machine's own driver: both may be loaded into any
+        // process.
         Self(unsafe { Library::new("libcuda.so.1") }.expect("the driver that was loaded before"))
     }
 
-    /// The context that is current on this thread.
+    /// Returns the current context of this thread.
     pub(crate) fn current(&self) -> usize {
         let mut context = 0;
         assert_eq!(self.cuCtxGetCurrent(&raw mut context), 0);
         context
     }
 
-    /// A device's primary context, held from now on.
+    /// Retains a device's primary context.
     pub(crate) fn primary(&self, device: c_int) -> usize {
         let mut context = 0;
         assert_eq!(self.cuDevicePrimaryCtxRetain(&raw mut context, device), 0);
         context
     }
 
-    /// A new stream of the current context.
+    /// Creates a stream in the current context.
     pub(crate) fn stream(&self) -> u64 {
         let mut stream = 0;
         const NON_BLOCKING: c_uint = 1;
@@ -101,25 +101,25 @@ impl Lib {
     }
 }
 
-/// Runs a test in a process of its own, where the stand-in is the driver. `Test` is the test's own
-/// closure: its name is the name of the test.
+/// Runs a test in a process of its own, with the stand-in as driver. `Test` is the test's own
+/// closure: its type name contains the name of the test.
 pub(crate) fn with_standin<Test: FnOnce(&Lib)>(environment: &[(&str, &str)], test: Test) {
     in_child::<Test>(&standin(), &[CUDA, &["libnvidia-ml.so.1"]].concat(), environment, || {
         test(&Lib::open());
     });
 }
 
-/// The same, where the stand-in is the driver and NVML is missing.
+/// Does the same without NVML.
 pub(crate) fn with_standin_alone<Test: FnOnce(&Lib)>(test: Test) {
     in_child::<Test>(&standin(), CUDA, &[], || test(&Lib::open()));
 }
 
-/// The same, where `library` is the driver.
+/// Does the same with `library` as the driver.
 pub(crate) fn with_library<Test: FnOnce()>(library: &Path, test: Test) {
     in_child::<Test>(library, CUDA, &[], test);
 }
 
-/// Where the driver is looked for.
+/// The file names of the driver.
 const CUDA: &[&str] = &["libcuda.so.1", "libcuda.so"];
 
 fn in_child<Named>(
@@ -135,7 +135,7 @@ fn in_child<Named>(
     for name in names {
         std::os::unix::fs::symlink(library, folder.path().join(name)).expect("a link");
     }
-    // A closure is named after the function that it is in: `crate::tests::name::{{closure}}`.
+    // A closure is named after its function: `crate::tests::name::{{closure}}`.
     let name = std::any::type_name::<Named>().trim_end_matches("::{{closure}}");
     let name = name.split_once("::").map_or(name, |(_, name)| name);
     let mut paths = vec![folder.path().to_owned()];
@@ -150,12 +150,12 @@ fn in_child<Named>(
         .expect("a process");
     let [out, err] =
         [output.stdout, output.stderr].map(|text| String::from_utf8_lossy(&text).into_owned());
-    // A name that fits no test would pass without running anything.
+    // A filter that matches no test would pass without running anything.
     let passed = output.status.success() && out.contains("1 passed");
     assert!(passed, "{name} in a process of its own: {}\n{out}\n{err}", output.status);
 }
 
-/// The stand-in, which is built beside the tests that depend on it.
+/// Returns the stand-in, which is built beside the tests that depend on it.
 fn standin() -> PathBuf {
     let this = std::env::current_exe().expect("this program");
     let beside =

@@ -1,14 +1,14 @@
-//! JSON, without spaces or line ends.
+//! Writes JSON without spaces or line breaks.
 
 use std::io::{self, Write};
 
-use super::{Shared, Sink};
+use super::sink::{Shared, Sink};
 
 /// Writes JSON.
 #[derive(Debug)]
 pub(super) struct Json<W> {
     out: W,
-    /// Whether the list or dict being written has nothing in it yet.
+    /// Whether the innermost list or dict is still empty.
     empty: bool,
 }
 
@@ -31,29 +31,9 @@ impl<W: Write> Json<W> {
     }
 
     fn close(&mut self, bracket: &[u8]) -> io::Result<()> {
-        // What was just closed is in the one around it.
+        // The list or dict around it has at least this item.
         self.empty = false;
         self.out.write_all(bracket)
-    }
-
-    fn quoted(&mut self, text: &str) -> io::Result<()> {
-        self.out.write_all(b"\"")?;
-        let mut plain = 0;
-        for (at, byte) in text.bytes().enumerate() {
-            if byte >= b' ' && byte != b'"' && byte != b'\\' {
-                continue;
-            }
-            self.out.write_all(&text.as_bytes()[plain..at])?;
-            match byte {
-                b'"' => self.out.write_all(b"\\\"")?,
-                b'\\' => self.out.write_all(b"\\\\")?,
-                b'\n' => self.out.write_all(b"\\n")?,
-                _ => write!(self.out, "\\u{byte:04x}")?,
-            }
-            plain = at + 1;
-        }
-        self.out.write_all(&text.as_bytes()[plain..])?;
-        self.out.write_all(b"\"")
     }
 }
 
@@ -64,7 +44,7 @@ impl<'a, W: Write> Sink<'a> for Json<W> {
 
     fn text_key(&mut self, name: &'static str) -> io::Result<()> {
         self.comma()?;
-        // No name needs an escape.
+        // Names need no escapes.
         write!(self.out, "\"{name}\":")
     }
 
@@ -85,7 +65,7 @@ impl<'a, W: Write> Sink<'a> for Json<W> {
     }
 
     fn text(&mut self, text: &'a str) -> io::Result<()> {
-        self.quoted(text)
+        Ok(serde_json::to_writer(&mut self.out, text)?)
     }
 
     fn int(&mut self, int: i64) -> io::Result<()> {
@@ -97,7 +77,7 @@ impl<'a, W: Write> Sink<'a> for Json<W> {
     }
 
     fn float(&mut self, float: f64) -> io::Result<()> {
-        // JSON has no word for the others.
+        // JSON cannot write the other values.
         if float.is_finite() { write!(self.out, "{float:?}") } else { self.out.write_all(b"null") }
     }
 
@@ -132,7 +112,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn text_is_what_a_json_reader_gets() {
+    fn texts_are_escaped() {
         for text in ["", "plain", "\"\\\n\r\t\u{1}\u{7f}/", "ß→𝄞", "\\u0041"] {
             let mut out = Vec::new();
             Json::new(&mut out).text(text).unwrap();
@@ -141,7 +121,7 @@ mod tests {
     }
 
     #[test]
-    fn floats_stay_floats() {
+    fn floats_keep_their_point() {
         for (float, text) in [(0.0, "0.0"), (0.75, "0.75"), (1e-300, "1e-300"), (f64::NAN, "null")]
         {
             let mut out = Vec::new();

@@ -1,26 +1,26 @@
-//! Python's pickle, protocol 4, in the part of the language that PyTorch's viewer reads too: no
-//! frames, no long texts, no integers beyond 255 bytes, nothing to load or call.
+//! Writes pickles of protocol 4 with the opcodes that PyTorch's viewer supports: no frames, no long
+//! texts, no integers beyond 255 bytes, no classes or calls.
 
 use std::collections::HashMap;
 use std::io::{self, ErrorKind, Write};
 
-use super::{Shared, Sink};
-use crate::pickle::op;
+use super::sink::{Shared, Sink};
+use crate::format::pickle::op;
 
-/// Values that one `APPENDS` takes: as many as Python's. The viewer hands them over as the arguments
-/// of one call, and cannot take very many.
+/// The number of values of one `APPENDS`, as in Python. The viewer passes them as arguments of one
+/// call, which limits their number.
 const BATCH: usize = 1000;
 
 /// Writes a pickle.
 #[derive(Debug)]
 pub(super) struct Pickle<'a, W> {
     out: W,
-    /// Where in the reader's memo a text is, and a stack or a frame.
+    /// The memo numbers of texts, and of stacks and frames.
     texts: HashMap<&'a str, u32>,
     shared: HashMap<Shared, u32>,
-    /// Values in the memo.
+    /// The number of values in the memo.
     kept: u32,
-    /// The values of each open list since its last `APPENDS`.
+    /// The number of values in each open list since its last `APPENDS`.
     pending: Vec<usize>,
 }
 
@@ -31,7 +31,7 @@ impl<'a, W: Write> Pickle<'a, W> {
         Ok(Self { out, texts, shared, kept: 0, pending: Vec::new() })
     }
 
-    /// Puts the last value into the memo; the place it has there.
+    /// Puts the last value into the memo. Returns its number.
     fn memoize(&mut self) -> io::Result<u32> {
         let place = self.kept;
         self.kept = place.checked_add(1).ok_or_else(|| too_much("texts and frames"))?;
@@ -60,7 +60,7 @@ impl<'a, W: Write> Pickle<'a, W> {
         self.out.write_all(text.as_bytes())
     }
 
-    /// An integer in as few bytes as it needs.
+    /// Writes an integer in as few bytes as possible.
     fn integer(&mut self, int: i128) -> io::Result<()> {
         if let Ok(byte) = u8::try_from(int) {
             return self.out.write_all(&[op::BININT1, byte]);
@@ -74,7 +74,7 @@ impl<'a, W: Write> Pickle<'a, W> {
             return self.out.write_all(&word.to_le_bytes());
         }
         let bytes = int.to_le_bytes();
-        // The top bit of the last byte is the sign.
+        // The top bit of the last byte is the sign bit.
         let len = (5..10_u8).find(|&len| {
             let unused = 128 - 8 * u32::from(len);
             int << unused >> unused == int
@@ -188,7 +188,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn integers_take_what_they_need() {
+    fn integers_take_as_few_bytes_as_possible() {
         let written = |int: i128| {
             let mut out = Vec::new();
             Pickle::new(&mut out).unwrap().integer(int).unwrap();

@@ -1,4 +1,4 @@
-//! The part of the invariant check that belongs to `paged`: stitches, detached pages, and what is known of free pages.
+//! The share of `paged` in the invariant check: stitches, detached pages, and free pages.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -13,9 +13,12 @@ use crate::heap::pool::LaneId;
 use crate::heap::segment::Kind;
 use crate::memory::Mem;
 
+/// The addresses of a lane's homes, and the free blocks there: start and end.
+type Homes = (Vec<Range<u64>>, BTreeMap<u64, u64>);
+
 impl Paged {
-    /// Pages of stitches are mapped there and at home. What a stitch hands out is lent at home, byte for byte, and nothing
-    /// else is.
+    /// Checks that pages of stitches are mapped there and at home, and that exactly the bytes that
+    /// stitches hand out are lent at home.
     pub(super) fn check_stitches<D: Driver>(
         &self,
         mem: &Mem<'_, D>,
@@ -53,7 +56,7 @@ impl Paged {
                 ensure!(home_block.state == BlockState::Lent, "{home_block:?} is not lent");
                 ensure!(lent.insert(home), "{home_block:?} is lent twice");
                 let mut at = home_block.address;
-                // Behind the same offset of the block is the same byte of the same page.
+                // The same offset of the block must be the same byte of the same page.
                 while at < home_block.end() {
                     let address = block.address + bytes;
                     let (here, there) =
@@ -78,7 +81,7 @@ impl Paged {
         Ok(())
     }
 
-    /// What is out of its lane is on its way back, a page at a time, and nothing else is.
+    /// Checks that exactly the pages of the detached lists are out of their lanes.
     pub(super) fn check_detached<D: Driver>(&self, mem: &Mem<'_, D>) -> Result<(), Violation> {
         let mut known = BTreeSet::new();
         for detached in &self.windows.detached {
@@ -108,14 +111,15 @@ impl Paged {
         Ok(())
     }
 
-    /// What a lane knows of how its pages are free is true, but for those that it has still to look at.
+    /// Checks the entries of free pages in each lane, except those of changed pages that were not
+    /// looked at yet.
     pub(super) fn check_free_pages<D: Driver>(
         &self,
         mem: &Mem<'_, D>,
         chains: &Chains,
     ) -> Result<(), Violation> {
         let heap = &*mem.heap;
-        let mut homes: BTreeMap<LaneId, (Vec<Range<u64>>, BTreeMap<u64, u64>)> = BTreeMap::new();
+        let mut homes: BTreeMap<LaneId, Homes> = BTreeMap::new();
         for (id, segment) in heap.segments().filter(|(_, segment)| segment.kind == Kind::Homes) {
             let (addresses, free) = homes.entry(segment.lane).or_default();
             addresses.push(segment.address..segment.end());

@@ -1,8 +1,8 @@
-//! The pages of a lane by how they are free at home, so that what a new stitch is made of is found without a look at
+//! The wholly or partly free pages of a lane, so that a plan for a new stitch need not look at
 //! every free block. A pure data structure.
 //!
-//! It is brought up to date when it is needed, at a miss: the heap says which addresses changed since the last time, and
-//! the pages there are looked at, each once, however often they changed.
+//! It is brought up to date when a miss needs it: the heap reports the addresses that changed since
+//! the last time, and each page there is looked at once, however often it changed.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
@@ -10,32 +10,33 @@ use std::ops::Range;
 
 use crate::heap::{Changed, Dirty};
 
-/// Free bytes of a page, and its home. Of several the largest is last, and of equal ones the lowest.
+/// Free bytes of a page, and its home. The order puts the largest page last, and among equals the
+/// lowest.
 pub(super) type Key = (u64, Reverse<u64>);
 
-/// How a page is free.
+/// How much of a page is free.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Free {
     /// The size of the page.
     bytes: u64,
-    /// How much of it is free from its beginning on,
+    /// Free bytes from its start on.
     beginning: u64,
-    /// and up to its end. Both are all of it, or neither is.
+    /// Free bytes up to its end. Both are the whole page, or neither is.
     end: u64,
 }
 
 /// The pages of one lane that are free in a way that a stitch can use.
 #[derive(Debug)]
 pub(super) struct FreePages {
-    /// Only pages that are free as a whole count.
+    /// Whether only wholly free pages count.
     only_whole: bool,
     known: BTreeMap<u64, Free>,
     whole: BTreeSet<Key>,
-    /// Of pages that are not free as a whole, those that are free up to their end,
+    /// Partly free pages that are free up to their end.
     ends: BTreeSet<Key>,
-    /// and those that are free from their beginning on.
+    /// Partly free pages that are free from their start on.
     beginnings: BTreeSet<Key>,
-    /// Room for what was known of the pages that are looked at.
+    /// A buffer for the earlier entries of the pages being looked at.
     before: Vec<(u64, Free)>,
 }
 
@@ -44,7 +45,8 @@ impl Free {
         self.beginning == self.bytes
     }
 
-    /// How the page at `home` is free, if it is, where `around` tells the free block that an address lies in.
+    /// Returns how the page at `home` is free, if it is. `around` returns the free block that
+    /// contains an address.
     fn of_page(
         home: u64,
         bytes: u64,
@@ -74,8 +76,9 @@ impl FreePages {
         }
     }
 
-    /// Looks at the pages in the addresses that changed, and returns how many. `pages` are those in a range, lowest first:
-    /// where each begins, and its size. `around` is the free block that an address lies in.
+    /// Looks at the pages in the addresses that changed, and returns their number. `pages` returns
+    /// the pages in a range, lowest first: start and size of each. `around` returns the free block
+    /// that contains an address.
     pub(super) fn refresh<I: Iterator<Item = (u64, u64)>>(
         &mut self,
         changes: impl IntoIterator<Item = Changed>,
@@ -83,7 +86,7 @@ impl FreePages {
         around: impl Fn(u64) -> Option<Range<u64>>,
     ) -> u64 {
         let mut looked_at = 0;
-        // Of pages side by side, many lie in one free block.
+        // Many adjacent pages lie in one free block.
         let mut latest = 0..0;
         let mut around = |address| {
             if !latest.contains(&address) {
@@ -102,7 +105,7 @@ impl FreePages {
                 }
             };
             let mut pages = pages(changed.clone()).peekable();
-            // A page that lies there in part has been there all the time.
+            // A page that lies only partly in the changed addresses was there before.
             let from = pages.peek().map_or(changed.start, |&(home, _)| home.min(changed.start));
             before.extend(self.known.range(from..changed.end).map(|(&home, &free)| (home, free)));
             let mut known = before.drain(..).peekable();
@@ -123,7 +126,7 @@ impl FreePages {
         looked_at
     }
 
-    /// What is known of a page.
+    /// Sets or removes the entry of a page.
     fn set(&mut self, home: u64, free: Option<Free>) {
         let was = match free {
             Some(free) => self.known.insert(home, free),
@@ -154,30 +157,32 @@ impl FreePages {
         }
     }
 
-    // ---- what there is, as of the last look ----
+    // ---- as of the last look ----
 
-    /// Pages that are free as a whole, largest first; of those of one size the lowest.
+    /// Returns the wholly free pages, largest first, and among equals lowest first.
     pub(super) fn whole(&self) -> impl Iterator<Item = Key> {
         self.whole.iter().rev().copied()
     }
 
-    /// The smallest page of at least so many bytes that is free as a whole, the highest of those.
+    /// Returns the smallest wholly free page of at least `least` bytes, and among equals the
+    /// highest.
     pub(super) fn smallest_whole(&self, least: u64) -> Option<Key> {
         self.whole.range((least, Reverse(u64::MAX))..).next().copied()
     }
 
-    /// Free ends, largest first; of those of one size the lowest.
+    /// Returns the free ends, largest first, and among equals lowest first.
     pub(super) fn ends(&self) -> impl Iterator<Item = Key> {
         self.ends.iter().rev().copied()
     }
 
-    /// Free beginnings, in the same order.
+    /// Returns the free starts, in the same order.
     pub(super) fn beginnings(&self) -> impl Iterator<Item = Key> {
         self.beginnings.iter().rev().copied()
     }
 
-    /// Whether what is known agrees with pages and free blocks as they are, but for what is marked as changed: for the
-    /// invariant check. `homes` are all addresses that pages of the lane have their homes in.
+    /// Returns whether the entries agree with pages and free blocks, except at addresses marked as
+    /// changed: for the invariant check. `homes` are all addresses in which pages of the lane have
+    /// their homes.
     pub(super) fn agrees<I: Iterator<Item = (u64, u64)>>(
         &self,
         homes: impl Iterator<Item = Range<u64>>,
@@ -194,7 +199,7 @@ impl FreePages {
                 }
             }
         }
-        // A page that is gone was marked when it went.
+        // A page that no longer exists was marked when it was unmapped.
         known.retain(|home, free| !dirty.any(&(*home..*home + free.bytes)));
         let count =
             |is_counted: fn(&Free) -> bool| self.known.values().filter(|it| is_counted(it)).count();
@@ -219,11 +224,11 @@ mod tests {
     const UNITS: u64 = 100;
     const STARTS: [u64; 2] = [1 << 30, 1 << 31];
 
-    /// Pages and free bytes, each in the plainest way.
+    /// A model of pages and free bytes, in the simplest form.
     #[derive(Debug, Default)]
     struct Model {
         pages: BTreeMap<u64, u64>,
-        /// Free blocks: where each begins and ends. Neighbours have merged.
+        /// Free blocks: start and end. Neighbours have merged.
         free: BTreeMap<u64, u64>,
     }
 
@@ -244,7 +249,7 @@ mod tests {
             self.pages(range.clone()).map(bytes).sum::<u64>() == range.end - range.start
         }
 
-        /// Makes a range free or not free.
+        /// Marks a range as free or not free.
         fn set(&mut self, range: &Range<u64>, is_free: bool) {
             let mut parts = Vec::new();
             let (mut start, mut end) = (range.start, range.end);
@@ -264,7 +269,50 @@ mod tests {
             self.free = parts.into_iter().filter(|(start, end)| start < end).collect();
         }
 
-        /// What is free how, by a look at everything: whole, ends, beginnings.
+        /// Maps, unmaps or splits pages, or hands out or frees bytes of them, and marks the
+        /// changes.
+        fn change(&mut self, dirty: &mut Dirty, kind: u8, homes: Range<u64>, at: u64, length: u64) {
+            let quarter = homes.start + at * UNIT / 4;
+            let unit = homes.start + at / 4 * UNIT;
+            match kind {
+                // Pages are mapped.
+                0..=2 => {
+                    let range = unit..(unit + length % 9 * UNIT + UNIT).min(homes.end);
+                    if self.pages(range.clone()).next().is_none() {
+                        dirty.reach(&range);
+                        self.pages.insert(range.start, range.end - range.start);
+                        self.set(&range, true);
+                        dirty.mark(range);
+                    }
+                }
+                // Pages are unmapped or split.
+                3 => {
+                    let page = self.pages(quarter..quarter + 1).next();
+                    if let Some((home, bytes)) = page {
+                        let range = home..home + bytes;
+                        self.pages.remove(&home);
+                        let keep = length * UNIT;
+                        if keep < bytes {
+                            self.pages.insert(home, keep);
+                            self.pages.insert(home + keep, bytes - keep);
+                        } else {
+                            self.set(&range, false);
+                        }
+                        dirty.mark(range);
+                    }
+                }
+                // Bytes of pages are handed out and freed.
+                _ => {
+                    let range = quarter..(quarter + length * UNIT / 4).min(homes.end);
+                    if self.is_mapped(&range) {
+                        self.set(&range, kind.is_multiple_of(2));
+                        dirty.mark(range);
+                    }
+                }
+            }
+        }
+
+        /// Returns the free pages by a look at everything: whole, ends, starts.
         fn keys(&self, only_whole: bool) -> [Vec<Key>; 3] {
             let mut keys = [const { Vec::new() }; 3];
             for (&home, &bytes) in &self.pages {
@@ -284,9 +332,9 @@ mod tests {
     }
 
     proptest! {
-        /// The same as a look at every page and every free block, whatever happened since the last.
+        /// The entries equal those of a look at every page and every free block.
         #[test]
-        fn it_knows_what_a_look_at_everything_tells(
+        fn it_equals_a_look_at_everything(
             only_whole: bool,
             steps in prop::collection::vec(
                 (0_u8..8, 0_usize..2, 0..UNITS * 4, 1..UNITS, any::<bool>()), 1..80)
@@ -301,45 +349,8 @@ mod tests {
             for (kind, which, at, length, looks) in steps {
                 let start = STARTS[which];
                 let end = start + UNITS * UNIT;
-                let quarter = start + at * UNIT / 4;
-                let unit = start + at / 4 * UNIT;
-                match kind {
-                    // Pages come,
-                    0..=2 => {
-                        let range = unit..(unit + length % 9 * UNIT + UNIT).min(end);
-                        if model.pages(range.clone()).next().is_none() {
-                            dirty.reach(&range);
-                            model.pages.insert(range.start, range.end - range.start);
-                            model.set(&range, true);
-                            dirty.mark(range);
-                        }
-                    }
-                    // and go, or are split,
-                    3 => {
-                        let page = model.pages(quarter..quarter + 1).next();
-                        if let Some((home, bytes)) = page {
-                            let range = home..home + bytes;
-                            model.pages.remove(&home);
-                            let keep = length * UNIT;
-                            if keep < bytes {
-                                model.pages.insert(home, keep);
-                                model.pages.insert(home + keep, bytes - keep);
-                            } else {
-                                model.set(&range, false);
-                            }
-                            dirty.mark(range);
-                        }
-                    }
-                    // and bytes of them are handed out and freed.
-                    _ => {
-                        let range = quarter..(quarter + length * UNIT / 4).min(end);
-                        if model.is_mapped(&range) {
-                            model.set(&range, kind % 2 == 0);
-                            dirty.mark(range);
-                        }
-                    }
-                }
-                // Nobody's homes.
+                model.change(&mut dirty, kind, start..end, at, length);
+                // Addresses outside all homes.
                 dirty.mark(end..end + UNIT);
                 let homes = || STARTS.into_iter().map(|start| start..start + UNITS * UNIT);
                 let agrees = |it: &FreePages, dirty: &Dirty| {
@@ -361,13 +372,15 @@ mod tests {
                         let segment = SegmentId::new(u32::from(home >= STARTS[1]));
                         prop_assert_eq!(dirty.segment_at(home), Some(segment));
                     }
-                    let again = free_pages.refresh(
-                        std::iter::from_fn(|| dirty.take()), |range| model.pages(range), |at| model.around(at));
+                    let changes = std::iter::from_fn(|| dirty.take());
+                    let again = free_pages
+                        .refresh(changes, |range| model.pages(range), |at| model.around(at));
                     prop_assert_eq!(again, 0, "nothing changed since");
                 }
             }
             dirty.remove(STARTS[0]);
-            free_pages.refresh(std::iter::from_fn(|| dirty.take()), |range| model.pages(range), |at| model.around(at));
+            let changes = std::iter::from_fn(|| dirty.take());
+            free_pages.refresh(changes, |range| model.pages(range), |at| model.around(at));
             prop_assert!(free_pages.known.keys().all(|&home| home >= STARTS[1]));
         }
     }

@@ -1,7 +1,8 @@
-//! Growing: fresh pages with a home, and second addresses where those are enough.
+//! Growing: fresh pages with a home, or a stitch if that is enough.
 //!
-//! A miss looks for memory in the order of what it costs. A stitch made before costs nothing, a page some tens of
-//! microseconds, a new stitch as much for each page in it, and a byte more than was ever live costs a byte.
+//! A miss tries the cheapest source of memory first. An existing stitch costs nothing, a fresh page
+//! some tens of microseconds, a new stitch as much for each of its pages. A reserved byte above the
+//! peak of live bytes costs a byte.
 
 use super::Paged;
 use super::PagedLane;
@@ -21,19 +22,19 @@ use crate::options::Policy;
 /// Grow freely up to 0.1 % above peak live bytes: one part in this many.
 const SLACK: u64 = 1000;
 
-/// The least that a page must bring to be mapped again, as a part of the largest fresh page. Where memory is short the
-/// price does not matter.
+/// A page is mapped again only if it provides at least one in this many of the largest fresh page.
+/// If memory is short, this does not apply.
 const LEAST_PART: u64 = 20;
 
-/// What mapping a page is worth, in bytes that are not asked for: about 30 µs.
+/// The cost of mapping a page, about 30 µs, expressed in bytes.
 const PRICE_OF_MAPPING: u64 = MIB;
 
-/// Addresses for homes are cut to this part where fewer will do.
+/// If fewer addresses are enough, or addresses run out, homes reserve one in this many.
 const FEWER_ADDRESSES: u64 = 16;
 
 impl Paged {
-    /// A free block for the request out of fresh pages, or stitched from free memory and as few fresh pages as will do;
-    /// `None` if memory ran out.
+    /// Returns a free block for the request, made of fresh pages, or of a stitch of free memory and
+    /// as few fresh pages as possible; `None` if memory ran out.
     pub(super) fn grow_or_stitch<D: Driver>(
         &mut self,
         mem: &mut Mem<'_, D>,
@@ -55,7 +56,7 @@ impl Paged {
             return self.grow_at_home(mem, request);
         }
         let at_home = room_at_home(mem, request).map_or(request.size, |room| room.missing);
-        // Looked at once: what a failed attempt leaves behind is for the next miss.
+        // Refreshed only once: memory that a failed attempt leaves behind is for the next miss.
         free_memory(mem, request.lane);
         let least = mem.options.page_size / LEAST_PART;
         for least in [least, 0] {
@@ -69,7 +70,7 @@ impl Paged {
             } else if let Some(fresh) = self.fresh_pages_at_home(mem, plan.missing, request)? {
                 match self.stitch(mem, plan, fresh, request)? {
                     Some(block) => Some(block),
-                    // There are no addresses for a stitch.
+                    // No addresses are left for a stitch.
                     None => self.grow_at_home(mem, request)?,
                 }
             } else {
@@ -82,7 +83,7 @@ impl Paged {
         Ok(None)
     }
 
-    /// Whether serving the request by growing would take more than was ever live.
+    /// Returns whether serving the request by growing would take more than the peak of live bytes.
     pub(super) fn growing_passes_high_water<D: Driver>(
         &mut self,
         mem: &mut Mem<'_, D>,
@@ -94,21 +95,22 @@ impl Paged {
         mem.reserved().saturating_add(more) > self.allowance(mem, request)
     }
 
-    /// The bytes that may be held before waste is looked at.
+    /// Returns the bytes that may be reserved before waste is considered.
     fn allowance<D: Driver>(&self, mem: &Mem<'_, D>, request: &Request) -> u64 {
         let with_it = mem.ledger.active().saturating_add(request.size);
         let high = self.high_water(mem).max(with_it);
         high.saturating_add(high / SLACK)
     }
 
-    /// The most that was live.
+    /// Returns the peak of live bytes.
     fn high_water<D: Driver>(&self, mem: &Mem<'_, D>) -> u64 {
         self.high_water.max(mem.ledger.watermark())
     }
 
     // ---- page sizes ----
 
-    /// The fresh pages to make where `missing` bytes are missing: the size of each, and of all together.
+    /// Returns the fresh pages for `missing` bytes: the size of each, and the bytes of all
+    /// together.
     fn fresh_pages<D: Driver>(
         &self,
         mem: &Mem<'_, D>,
@@ -126,12 +128,12 @@ impl Paged {
         sizes.of(small, !self.has_loaded, missing, most, mem.device.granularity)
     }
 
-    /// The largest fresh page that a lane gets now.
+    /// Returns the size of the largest fresh page that a lane gets now.
     pub(super) fn largest_page<D: Driver>(&self, mem: &Mem<'_, D>, lane: LaneId) -> u64 {
         self.fresh_pages(mem, lane, 1, u64::MAX).map_or(u64::MAX, |(page, _)| page)
     }
 
-    /// The sizes of fresh pages for `missing` bytes in a lane's homes.
+    /// Returns the sizes of fresh pages for `missing` bytes in a lane's homes.
     fn sizes_of_fresh_pages<D: Driver>(
         &self,
         mem: &Mem<'_, D>,
@@ -140,15 +142,15 @@ impl Paged {
         most: u64,
     ) -> Vec<u64> {
         let (page, bytes) = self.fresh_pages(mem, lane, missing, most).expect("addresses for them");
-        // Of equal size, but for the last.
+        // All of equal size, except the last.
         let each = (bytes / bytes.div_ceil(page)).next_multiple_of(mem.device.granularity);
         let mut sizes = vec![each; usize::try_from(bytes / each).expect("few pages")];
         sizes.extend((bytes % each > 0).then_some(bytes % each));
         sizes
     }
 
-    /// What it costs, in bytes, to serve a request with so many fresh bytes and so many pages mapped again, if fresh pages
-    /// are mapped so many times.
+    /// Returns the cost, in bytes, of serving a request with `fresh` fresh bytes and `again` pages
+    /// mapped again, if each fresh page is mapped `times` times.
     fn price<D: Driver>(
         &self,
         mem: &Mem<'_, D>,
@@ -163,7 +165,8 @@ impl Paged {
         fresh.saturating_add(mappings.saturating_mul(PRICE_OF_MAPPING))
     }
 
-    /// Notes that the program has begun to free what it allocates: before that, it loads what it keeps.
+    /// Notes whether the program has begun to free its allocations. Before that, it loads memory
+    /// that it keeps.
     fn note_loading<D: Driver>(&mut self, mem: &Mem<'_, D>) {
         if !self.has_loaded {
             let freed = self.freed_before + mem.ledger.freed_since_reset();
@@ -173,7 +176,7 @@ impl Paged {
 
     // ---- homes ----
 
-    /// Grows the lane's homes until a free block of the request's size is there.
+    /// Grows the lane's homes until there is a free block of the request's size.
     fn grow_at_home<D: Driver>(
         &mut self,
         mem: &mut Mem<'_, D>,
@@ -193,7 +196,8 @@ impl Paged {
         grown
     }
 
-    /// Puts fresh pages behind the addresses from `start` on until a free block for the request is there.
+    /// Maps fresh pages at the addresses from `start` on until there is a free block for the
+    /// request.
     fn extend<D: Driver>(
         &mut self,
         mem: &mut Mem<'_, D>,
@@ -205,7 +209,8 @@ impl Paged {
         })
     }
 
-    /// Puts fresh pages behind the first `bytes` bytes, or more, of an unmapped block; false if memory ran out.
+    /// Maps fresh pages behind at least the first `bytes` bytes of an unmapped block. Returns false
+    /// if memory ran out.
     fn map_fresh<D: Driver>(
         &self,
         mem: &mut Mem<'_, D>,
@@ -219,19 +224,20 @@ impl Paged {
         if mem.map_pages(id, &sizes, tag)? {
             return Ok(true);
         }
-        // The device has less than whole pages take: then what is missing, and no more.
+        // The device has too little for whole pages: map only the missing bytes.
         let least = self.sizes_of_fresh_pages(mem, lane, bytes, 0);
         Ok(least != sizes && mem.map_pages(id, &least, tag)?)
     }
 
-    /// Addresses for homes, with no page so far; `None` if there are none.
+    /// Reserves addresses for homes, without any page. Returns `None` if there are none left.
     fn new_homes<D: Driver>(
         &self,
         mem: &mut Mem<'_, D>,
         request: &Request,
     ) -> DriverResult<Option<BlockId>> {
-        // Room for more than the device, so that what is given back low down leaves room higher up; for small requests a
-        // part of it, since there can be many streams. Where addresses run out, less will do.
+        // More addresses than the device has memory, so that pages given back at low addresses
+        // leave room at higher ones. For small requests a fraction of that, since there can be many
+        // streams. If addresses run out, fewer are enough.
         let most = mem.device.total.saturating_add(mem.device.total / 8);
         let rooms = [most, most / FEWER_ADDRESSES, 0];
         let unit = mem.device.granularity;
@@ -241,7 +247,8 @@ impl Paged {
             let policy = PolicyIndex::from(Policy::Paged);
             let made = mem.reserve_segment(bytes, Kind::Homes, request, policy)?;
             if let Some(id) = made {
-                // In a lane of small requests only whole pages are looked for, and blocks that have room for one.
+                // In a lane of small requests only whole pages are searched for, so only blocks
+                // with room for one are indexed.
                 let least = if request.small { unit } else { 0 };
                 mem.heap.index_by_address(id, least, unit);
                 PagedLane::open(mem.heap, request.lane, request.small);
@@ -251,7 +258,7 @@ impl Paged {
         Ok(None)
     }
 
-    /// Fresh pages, wholly free, at the end of the lane's homes; `None` if memory ran out.
+    /// Maps fresh pages, wholly free, in the lane's homes. Returns `None` if memory ran out.
     fn fresh_pages_at_home<D: Driver>(
         &mut self,
         mem: &mut Mem<'_, D>,

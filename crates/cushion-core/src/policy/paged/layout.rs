@@ -1,10 +1,12 @@
-//! Remembered layouts: a program that repeats a step gets the same addresses in the same places of it.
+//! Remembered layouts: a program that repeats a step gets the same addresses at the same points of
+//! the step.
 //!
-//! Best fit depends on all that is free, so a step that was served well once is laid out anew as soon as anything has
-//! changed, and a large request finds its pages half used. So it is remembered where each request was served at each
-//! situation. A situation is told by what is live in the lane, and where: with the same blocks at the same addresses, a
-//! request of the same size is served where it was served before, if that is free. Then a step that repeats exactly
-//! asks nothing of the driver, whatever the one before had to ask.
+//! Best fit depends on all free memory. As soon as anything has changed, a step that was served
+//! well once is laid out anew, and a large request finds its pages half used. So the policy
+//! remembers where each request was served in each situation. The situation of a lane is the set of
+//! its live blocks and their addresses. In the same situation, a request of the same size is served
+//! where it was served before, if that is free. A step that repeats exactly then needs nothing from
+//! the driver, whatever the step before it needed.
 
 use std::hash::BuildHasher;
 
@@ -18,14 +20,14 @@ use crate::heap::block::BlockId;
 use crate::heap::segment::Kind;
 use crate::memory::{Found, Mem, Request};
 
-/// How many sets there are, each for the situations whose names fall into it: room for steps of some ten thousand large
+/// The number of sets; each situation belongs to one. Enough for steps of some ten thousand large
 /// requests, in less than a megabyte.
 const SETS: usize = 1 << 13;
 
-/// How many situations a set remembers, the latest first.
+/// How many situations a set remembers, latest first.
 const WAYS: usize = 4;
 
-/// A situation of a lane, by a hash of what is live in it and of what is asked for.
+/// A hash of a lane's live blocks and of the request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Situation(u64);
 
@@ -36,17 +38,18 @@ enum Place {
     Stitch(StitchId),
 }
 
-/// What is remembered of a situation.
+/// A situation, and where its request was served.
 type Memory = (Situation, Place);
 
-/// Where requests were served, by situations. Takes no memory before the first is remembered, and no more afterwards.
+/// Where requests were served, by situation. Allocates its table, of fixed size, when the first one
+/// is remembered.
 #[derive(Debug, Default)]
 pub(super) struct Layout {
     sets: Vec<[Option<Memory>; WAYS]>,
 }
 
 impl Situation {
-    /// What now is in the lane of a request; those of small ones have no name.
+    /// Returns the situation of a request's lane now; `None` for small requests.
     fn now(lane: &Lane, request: &Request) -> Option<Self> {
         let &Request { lane: at, size, small, .. } = request;
         (!small).then(|| Self(FxBuildHasher.hash_one((at, lane.fingerprint(), size))))
@@ -77,7 +80,7 @@ impl Layout {
 }
 
 impl Paged {
-    /// What serves a request as it was served before in this situation, if that is free.
+    /// Returns the memory that served the request before in this situation, if it is free.
     pub(super) fn served_before<D: Driver>(
         &self,
         mem: &Mem<'_, D>,
@@ -87,11 +90,13 @@ impl Paged {
         match self.layout.place(Situation::now(lane, request)?)? {
             Place::Home(address) => {
                 let id = lane.free_at(address)?;
-                // Another policy may have had the addresses since.
-                let is_home = mem.kind_of(id) == Kind::Homes;
-                // A size near the largest number was never served, but another situation may have the same hash.
+                let block = &mem.heap[id];
+                // Another policy may own the addresses by now.
+                let is_home = mem.heap[block.segment].kind == Kind::Homes;
+                // Sizes near `u64::MAX` were never served, but another situation may have the same
+                // hash.
                 let end = address.checked_add(request.size);
-                let fits = end.is_some_and(|end| end <= mem.heap[id].end());
+                let fits = end.is_some_and(|end| end <= block.end());
                 (fits && is_home).then_some(Found::Within { block: id, address })
             }
             Place::Stitch(stitch) => self
@@ -105,9 +110,10 @@ impl Paged {
     pub(super) fn remember<D: Driver>(&mut self, mem: &Mem<'_, D>, request: &Request, id: BlockId) {
         let lane = mem.heap.lane(request.lane);
         let Some(situation) = lane.and_then(|lane| Situation::now(lane, request)) else { return };
-        let place = match mem.kind_of(id) {
+        let block = &mem.heap[id];
+        let place = match mem.heap[block.segment].kind {
             Kind::Stitch(number) => Place::Stitch(StitchId::new(number)),
-            Kind::Homes => Place::Home(mem.heap[id].address),
+            Kind::Homes => Place::Home(block.address),
             Kind::Plain | Kind::Pages { .. } | Kind::Host => return,
         };
         self.layout.remember(situation, place);

@@ -1,4 +1,4 @@
-//! Making stitches, handing blocks out of them, and taking them apart.
+//! Making stitches, handing out blocks of them, and dissolving them.
 
 use super::Paged;
 use super::plan::Plan;
@@ -14,16 +14,18 @@ use crate::memory::{Mem, Request};
 use crate::options::Policy;
 use crate::streams::proof::{Idle, Marked};
 
-/// How many times the device's memory the addresses of all stitches may be.
+/// The addresses of all stitches may be at most this many times the device's memory.
 const MOST_ADDRESSES: u64 = 16;
 
-/// The calls that taking a page out of one stitch takes: the mapping, and the addresses of a stitch without pages.
+/// The driver calls that take a page out of one stitch: for the mapping, and for the addresses of a
+/// stitch without pages.
 const CALLS_A_STITCH: u32 = 2;
 
 impl Paged {
     // ---- using a stitch ----
 
-    /// Makes the first `size` bytes of a stitch, which are free at home, a free block of its lane, and lends them there.
+    /// Makes the first `size` bytes of a stitch, which are free at home, a free block of the
+    /// stitch's lane, and marks them as lent at home.
     pub(super) fn lend<D: Driver>(
         &mut self,
         mem: &mut Mem<'_, D>,
@@ -50,7 +52,8 @@ impl Paged {
         block
     }
 
-    /// The block of a stitch is free: so are its bytes at home, and the stitch can be used again.
+    /// Completes the free of a stitch's block: its bytes are free at home, and the stitch can be
+    /// used again.
     pub(super) fn return_home<D: Driver>(
         &mut self,
         mem: &mut Mem<'_, D>,
@@ -62,7 +65,7 @@ impl Paged {
         let freed = mem.heap[block].freed;
         let stitch = self.stitches.get_mut(id);
         for home in stitch.lent.drain(..) {
-            // What was used at the second address was used at home, too.
+            // A use at the second address is a use of the same memory at home.
             mem.heap.set_freed(home, freed);
             mem.heap.merge_free(home);
         }
@@ -71,10 +74,10 @@ impl Paged {
         }
     }
 
-    // ---- making one ----
+    // ---- making a stitch ----
 
-    /// Makes a stitch for the request, and its first bytes a free block of their lane. `fresh` are pages for what is
-    /// missing, wholly free at home. `None` if there are no addresses.
+    /// Makes a stitch for the request, and makes its first bytes a free block of its lane. `fresh`
+    /// are pages for the missing bytes, wholly free at home. Returns `None` if addresses ran out.
     pub(super) fn stitch<D: Driver>(
         &mut self,
         mem: &mut Mem<'_, D>,
@@ -122,11 +125,11 @@ impl Paged {
         Ok(Some(self.lend(mem, id, request.size)))
     }
 
-    // ---- taking stitches apart ----
+    // ---- dissolving stitches ----
 
-    /// Sees to it that one more stitch of this stream does not make them too many: unmaps retired ones whose work is done,
-    /// and retires the least recently used of the stream. False if there are too many all the same, or the driver fails.
-    /// Nothing is unmapped during a capture.
+    /// Makes room for one more stitch of this stream: unmaps retired stitches whose work is done,
+    /// and retires the least recently used of the stream. Returns false if there are still too
+    /// many, or the driver fails. Unmaps nothing during a capture.
     pub(super) fn make_room_for_stitch<D: Driver>(
         &mut self,
         mem: &mut Mem<'_, D>,
@@ -134,7 +137,8 @@ impl Paged {
     ) -> bool {
         let most_addresses = mem.device.total.saturating_mul(MOST_ADDRESSES);
         if !mem.is_recording() && self.dissolve_retired(mem).is_ok() {
-            // A graph may use what a private pool handed out, on any stream: an event of one stream proves nothing.
+            // A graph may use memory of a private pool on any stream: an event of one stream proves
+            // nothing.
             let stitches = &mut self.stitches;
             let is_kept = |pool: PoolIndex| mem.heap[pool].id != PoolId::DEFAULT;
             let mut count = stitches.count_of(stream, is_kept);
@@ -155,8 +159,9 @@ impl Paged {
             && stitches.size().2 / 2 < most_addresses
     }
 
-    /// Unmaps retired stitches whose work is done: one, and more as far as the calls of one hold of the lock go. A miss
-    /// makes one stitch at most, so they do not become ever more.
+    /// Unmaps retired stitches whose work is done: one, and more as far as the calls of one hold of
+    /// the lock allow. A miss makes at most one stitch, so their number does not grow without
+    /// bound.
     fn dissolve_retired<D: Driver>(&mut self, mem: &mut Mem<'_, D>) -> DriverResult<()> {
         let mut calls = Calls::of_one_hold();
         let mut failed = Ok(());
@@ -189,13 +194,13 @@ impl Paged {
         failed
     }
 
-    /// Marks the work after which the retired stitches of a stream may go.
+    /// Marks the work after which the retired stitches of a stream may be dissolved.
     fn wait_for_retired<D: Driver>(
         &mut self,
         mem: &mut Mem<'_, D>,
         stream: StreamId,
     ) -> DriverResult<()> {
-        // Stitches of a private pool are taken apart only when their last page is unmapped.
+        // Stitches of a private pool are dissolved only when their last page is unmapped.
         let mut retired = std::mem::take(&mut self.stitches.retired);
         let is_its_own = |id: &mut StitchId| {
             let lane = self.stitches.get(*id).lane;
@@ -218,8 +223,9 @@ impl Paged {
         }
     }
 
-    /// Takes a page, which is free at home and about to go, out of all stitches that it is in; false if `calls` were not
-    /// enough. Work that used it through a stitch was done before it was free at home.
+    /// Takes a page, which is free at home and about to be released, out of all its stitches.
+    /// Returns false if `calls` were not enough. Work that used it through a stitch was done before
+    /// it was free at home.
     pub(super) fn take_out_of_stitches<D: Driver>(
         &mut self,
         mem: &mut Mem<'_, D>,
@@ -242,7 +248,7 @@ impl Paged {
         true
     }
 
-    /// Unmaps what is left of a retired stitch that no work uses, and gives its addresses back.
+    /// Unmaps the rest of a retired stitch that no work uses, and gives its addresses back.
     fn dissolve<D: Driver>(&mut self, mem: &mut Mem<'_, D>, id: StitchId, idle: &Idle<'_>) {
         let stitch = self.stitches.remove(id);
         if !stitch.pages.is_empty() {

@@ -1,7 +1,7 @@
-//! Plans: which free memory of a lane serves a request together, through a new stitch.
+//! Plans: the free memory of a lane that together serves a request through a new stitch.
 //!
-//! The free end of one page comes first, then whole pages, then the free beginning of one page; as few as will do, since
-//! the price is by the page. Whole pages of the lane's small half serve as well.
+//! The free end of one page comes first, then whole pages, then the free start of one page; as few
+//! as possible, because the cost is per page. Whole pages of the lane's small half serve as well.
 
 use std::cmp::Reverse;
 
@@ -14,29 +14,30 @@ use crate::heap::Lane;
 use crate::heap::pool::{LaneId, PoolIndex};
 use crate::memory::Mem;
 
-/// What a new stitch would be made of.
+/// The memory of a new stitch.
 #[derive(Debug, Default)]
 pub(super) struct Plan {
-    /// Pages that are held already, in order; fresh ones come before `beginning`.
+    /// Pages that are held already, in order. Fresh pages come after them and before `beginning`.
     pub(super) pages: Vec<StitchedPage>,
-    /// Where what is handed out begins in the first page.
+    /// Where the usable bytes begin in the first page.
     pub(super) start: u64,
-    /// A page of which only the beginning is free, and how much of it.
+    /// A page of which only the start is free, and the free bytes.
     pub(super) beginning: Option<(u64, StitchedPage)>,
-    /// The bytes that fresh pages have to bring.
+    /// The bytes that fresh pages must provide.
     pub(super) missing: u64,
 }
 
-/// Free memory of a lane, by how it lies on its pages.
+/// The free memory of a lane, by pages.
 #[derive(Debug)]
 pub(super) struct FreeMemory<'a> {
-    /// Of the lane, and of its small half.
+    /// The lane itself, and its small half.
     halves: [Option<(PoolIndex, &'a Lane, &'a FreePages)>; 2],
     backing: &'a Backing,
 }
 
 impl Plan {
-    /// The page, free as a whole, that `size` bytes would take only a part of, and how much.
+    /// Returns the wholly free page of which `size` bytes would take only a part, and the bytes
+    /// taken.
     pub(super) fn taken_in_part(&self, size: u64) -> Option<(StitchedPage, u64)> {
         let whole = if self.start > 0 { self.pages.get(1..)? } else { &self.pages[..] };
         let last = whole.last().filter(|_| self.beginning.is_none())?;
@@ -45,14 +46,14 @@ impl Plan {
         Some((*last, last.bytes.checked_sub(rest)?))
     }
 
-    /// How many pages it maps again.
+    /// Returns how many pages it maps again.
     pub(super) fn page_count(&self) -> usize {
         self.pages.len() + usize::from(self.beginning.is_some())
     }
 }
 
 impl FreeMemory<'_> {
-    /// The largest free end and the largest free beginning, of two pages.
+    /// Returns the largest free end and the largest free start, of two different pages.
     fn at_borders(&self) -> [Option<Key>; 2] {
         let Some((_, _, pages)) = self.halves[0] else { return [None; 2] };
         let end = pages.ends().next();
@@ -60,12 +61,13 @@ impl FreeMemory<'_> {
         [end, pages.beginnings().find(is_other)]
     }
 
-    /// Bytes of the largest free end and the largest free beginning.
+    /// Returns the bytes of the largest free end and the largest free start.
     pub(super) fn bytes_at_borders(&self) -> u64 {
         self.at_borders().into_iter().flatten().map(|(free, _)| free).sum()
     }
 
-    /// Enough of it for `size` bytes, or all of it, with at least `least` bytes of each page.
+    /// Returns a plan for `size` bytes, or with all free memory if that is less, using only pages
+    /// with at least `least` free bytes.
     pub(super) fn plan(&self, size: u64, least: u64) -> Plan {
         let is_worth = |(free, _): &Key| *free >= least;
         let [end, beginning] = self.at_borders().map(|it| it.filter(is_worth));
@@ -77,7 +79,7 @@ impl FreeMemory<'_> {
             plan.missing = plan.missing.saturating_sub(free);
         }
         let at_end = beginning.map_or(0, |(free, _)| free);
-        // Largest first, for the price is by the page; the last is as small as will do.
+        // Largest first, because the cost is per page; the last one is as small as possible.
         let whole = |half: usize| {
             let pages = self.halves[half].into_iter().flat_map(|(_, _, pages)| pages.whole());
             pages.take_while(is_worth).peekable()
@@ -102,7 +104,8 @@ impl FreeMemory<'_> {
         plan
     }
 
-    /// The smallest page of at least so many bytes that is free as a whole, the highest of those.
+    /// Returns the smallest wholly free page of at least `least` bytes, and among equals the
+    /// highest.
     fn smallest_whole(&self, least: u64) -> Option<(usize, Reverse<u64>)> {
         let smallest =
             |half: usize| self.halves[half]?.2.smallest_whole(least).map(|key| (key, half));
@@ -118,7 +121,8 @@ impl FreeMemory<'_> {
     }
 }
 
-/// The free memory that a new stitch could be made of: of the lane, and whole pages of its small half.
+/// Returns the free memory that a new stitch could consist of: that of the lane, and whole pages of
+/// its small half.
 pub(super) fn free_memory<'a, D: Driver>(mem: &'a mut Mem<'_, D>, lane: LaneId) -> FreeMemory<'a> {
     let other = LaneId { pool: mem.heap.pools().other_half(lane.pool), ..lane };
     for lane in [lane, other] {
@@ -127,7 +131,7 @@ pub(super) fn free_memory<'a, D: Driver>(mem: &'a mut Mem<'_, D>, lane: LaneId) 
     free_memory_as_seen(mem, lane)
 }
 
-/// The same, as it was when it was last looked at. All of it must still be there.
+/// Returns the same as of the last look. All of it must still be free.
 pub(super) fn free_memory_as_seen<'a, D: Driver>(
     mem: &'a Mem<'_, D>,
     lane: LaneId,

@@ -1,8 +1,8 @@
-//! Room at home: where in a lane's homes the fewest pages are missing for a request.
+//! Room at home: the place in a lane's homes with the fewest missing bytes for a request.
 //!
-//! Free and unmapped blocks lie in runs. Room may begin with each unmapped block, or with the one before it if that is
-//! free. Where it begins and where it ends both move over a run once: a lane can have thousands of holes, and a request
-//! may reach over all of them.
+//! Adjacent free and unmapped blocks form runs. Room may begin with each unmapped block, or with
+//! the block before it if that is free. The search moves the start and the end of the room over
+//! each run once: a lane can have thousands of holes, and a request may extend over all of them.
 
 use std::ops::Index;
 
@@ -12,7 +12,7 @@ use crate::heap::block::{Block, BlockId, BlockState};
 use crate::heap::segment::Kind;
 use crate::memory::{Mem, Request};
 
-/// Where a lane's homes can grow.
+/// A place where a lane's homes can grow.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Room {
     /// The first block of the room: free, or unmapped.
@@ -21,7 +21,7 @@ pub(super) struct Room {
     pub(super) missing: u64,
 }
 
-/// Blocks of a run, side by side, from the first to the last.
+/// Adjacent blocks of a run, from the first to the last.
 #[derive(Debug)]
 struct Span<'a, B> {
     blocks: &'a B,
@@ -30,7 +30,7 @@ struct Span<'a, B> {
     bytes: u64,
     /// Bytes of them that have no pages.
     unmapped: u64,
-    /// How many blocks it has had so far.
+    /// How many blocks it has contained so far.
     seen: u64,
 }
 
@@ -49,13 +49,13 @@ impl<'a, B: Index<BlockId, Output = Block>> Span<'a, B> {
         self.seen += 1;
     }
 
-    /// Takes one more block, if the run goes on.
+    /// Adds the next block, if the run continues.
     fn grow(&mut self) -> bool {
         let next = usable(self.blocks, self.blocks[self.last].next);
         next.inspect(|&next| self.add(next)).is_some()
     }
 
-    /// Moves its beginning up to a block of the run that comes later, or is there.
+    /// Moves its start to the same or a later block of the run.
     fn begin_at(&mut self, first: BlockId) {
         while self.first != first && (self.first != self.last || self.grow()) {
             let block = &self.blocks[self.first];
@@ -65,7 +65,7 @@ impl<'a, B: Index<BlockId, Output = Block>> Span<'a, B> {
         }
     }
 
-    /// Bytes that have no pages, of the first `size`.
+    /// Returns the bytes of the first `size` that have no pages.
     fn missing(&self, size: u64) -> u64 {
         let beyond = if self.blocks[self.last].is_mapped() { 0 } else { self.bytes - size };
         self.unmapped - beyond
@@ -76,8 +76,9 @@ fn usable(blocks: &impl Index<BlockId, Output = Block>, id: Option<BlockId>) -> 
     id.filter(|&id| matches!(blocks[id].state, BlockState::Free | BlockState::Unmapped))
 }
 
-/// The room for `size` bytes where the least is missing, the lowest of those, in the run whose first unmapped block is
-/// `hole`; with it the address up to which the run was searched, and how many blocks were looked at.
+/// Returns the room for `size` bytes with the fewest missing bytes, the lowest among equals, in the
+/// run whose first unmapped block is `hole`; the address up to which the run was searched; and how
+/// many blocks were looked at.
 fn best_in_run(
     blocks: &impl Index<BlockId, Output = Block>,
     hole: BlockId,
@@ -92,7 +93,7 @@ fn best_in_run(
         span.begin_at(start_for(hole));
         while span.bytes < size && span.grow() {}
         if span.bytes < size {
-            // Nor is there room further on.
+            // Further on there is no room either.
             break blocks[span.last].end();
         }
         let room = Room { start: span.first, missing: span.missing(size) };
@@ -111,7 +112,8 @@ fn best_in_run(
     (best, end, seen + span.seen)
 }
 
-/// The place in the lane's homes where the least is missing for the request, the lowest of those.
+/// Returns the room in the lane's homes with the fewest missing bytes for the request, the lowest
+/// among equals.
 pub(super) fn room_at_home<D: Driver>(mem: &mut Mem<'_, D>, request: &Request) -> Option<Room> {
     let lane = mem.heap.lane(request.lane)?;
     if let Some(room) = lane.notes::<PagedLane>().and_then(|it| it.room_seen(lane, request.size)) {
@@ -147,7 +149,7 @@ mod tests {
     use crate::heap::pool::{LaneId, PoolTable};
     use crate::heap::segment::SegmentId;
 
-    /// Blocks of these sizes and states, side by side.
+    /// Returns adjacent blocks of these sizes and states.
     fn chain(of: &[(u64, BlockState)]) -> (BlockTable, Vec<BlockId>) {
         let mut blocks = BlockTable::default();
         let mut ids: Vec<BlockId> = Vec::new();
@@ -175,7 +177,7 @@ mod tests {
         (blocks, ids)
     }
 
-    /// From every hole, block by block until there is room.
+    /// Searches from every hole, block by block until there is room.
     fn by_trying_each_hole(blocks: &BlockTable, holes: &[BlockId], size: u64) -> Option<Room> {
         let rooms = holes.iter().filter_map(|&hole| {
             let start = usable(blocks, blocks[hole].prev).unwrap_or(hole);
@@ -203,9 +205,10 @@ mod tests {
     }
 
     proptest! {
-        /// The same room as trying each hole finds, with each block looked at twice at most.
+        /// It finds the same room as a search from each hole, and looks at each block at most
+        /// twice.
         #[test]
-        fn it_is_what_trying_each_hole_finds(
+        fn it_finds_the_same_room_as_a_search_from_each_hole(
             of in prop::collection::vec((1_u64..20, states()), 1..80),
             size in 1_u64..200,
         ) {

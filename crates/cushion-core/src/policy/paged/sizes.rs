@@ -1,36 +1,36 @@
-//! How large fresh pages are. Pure functions.
+//! The sizes of fresh pages. Pure functions.
 //!
-//! Large pages cost fewer driver calls, small ones waste less. Pages grow with what the program needs, and shrink where
-//! little of the limit is left.
+//! Large pages cost fewer driver calls, small ones waste less. Pages grow with the live bytes of
+//! the program, and shrink when little of the limit is left.
 
 use crate::base::size::{MIB, SMALL_SEGMENT, round_up};
 use crate::options::Options;
 
-/// A page is at most this part of what was live.
+/// A page is at most one in this many of the peak live bytes.
 const PARTS_OF_LIVE: u64 = 24;
 
 /// The same while a program loads.
 const PARTS_OF_LOADED: u64 = 8;
 
-/// Near the limit, a page is at most this part of what is left.
+/// Near the limit, a page is at most one in this many of the bytes left.
 const PARTS_OF_ROOM: u64 = 256;
 
 /// The largest pages for small requests.
 const MOST_SMALL: u64 = 8 * MIB;
 
-/// How large pages are.
+/// The sizes of fresh pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct PageSizes {
     /// The largest.
     most: u64,
-    /// While a program loads what it will not free.
+    /// The largest while a program loads memory that it keeps.
     loading: u64,
 }
 
 impl PageSizes {
-    /// As options ask for them, but no larger than a part of `high_water`, the most that was live; and where more than
-    /// half of `limit` is held, no larger than a part of what is left, so that the last of it is not wasted on
-    /// pages that are half used.
+    /// Returns the sizes that the options ask for, but no larger than a fraction of `high_water`,
+    /// the peak of live bytes. If more than half of `limit` is held, also no larger than a fraction
+    /// of the bytes left, so that these are not wasted on half-used pages.
     pub(super) fn asked_for(options: &Options, high_water: u64, held: u64, limit: u64) -> Self {
         let part =
             |parts: u64| (high_water / parts).next_multiple_of(SMALL_SEGMENT).max(SMALL_SEGMENT);
@@ -40,21 +40,23 @@ impl PageSizes {
         Self { most: most.min(cut), loading: loading.min(cut) }
     }
 
-    /// Whether they are smaller than options ask for, because little of `limit` is left.
+    /// Returns whether pages are smaller than the options ask for, because little of `limit` is
+    /// left.
     pub(super) fn are_cut(options: &Options, held: u64, limit: u64) -> bool {
         Self::cut(held, limit).is_some_and(|cut| cut < options.page_size)
     }
 
-    /// What they are cut to, if more than half of `limit` is held.
+    /// Returns the largest size near the limit, if more than half of `limit` is held.
     fn cut(held: u64, limit: u64) -> Option<u64> {
         let part = limit.saturating_sub(held) / PARTS_OF_ROOM / SMALL_SEGMENT;
         (held >= limit / 2).then_some(part.max(1) * SMALL_SEGMENT)
     }
 
-    /// What fresh pages to make where `missing` bytes are, on a device with pages of multiples of `unit`: the size of
-    /// each, and of all together, of which the last page may be a smaller rest. Where there is no room for as much as
-    /// whole ones would be, `most`, they are what is missing. `small` is what a lane for small requests holds: its
-    /// pages grow with it, for they are emptied one by one.
+    /// Returns the fresh pages for `missing` bytes, on a device whose page sizes are multiples of
+    /// `unit`: the size of each, and the bytes of all together, of which the last page may be a
+    /// smaller rest. If whole pages would exceed `most` bytes, only the missing bytes. `small` is
+    /// the bytes that a lane for small requests holds: its pages grow with it, because they become
+    /// empty one by one.
     pub(super) fn of(
         &self,
         small: Option<u64>,

@@ -1,7 +1,8 @@
-//! Near the limit: a page that is wholly free is split in two before a block takes only a part of it.
+//! Near the limit, a wholly free page is split in two before a block takes only a part of it.
 //!
-//! A page that is half used cannot go where memory is missing, and near the limit its other half is what is missing.
-//! Splitting costs driver calls, and needs the work on the page to be done: where it is not, the page stays as it is.
+//! A half-used page cannot be remapped, and near the limit its other half is missing elsewhere.
+//! Splitting costs driver calls, and requires that the work on the page is done; otherwise the page
+//! stays as it is.
 
 use super::Paged;
 use super::plan::free_memory;
@@ -16,7 +17,7 @@ use crate::memory::{Found, Mem, Request};
 use crate::streams::proof::Idle;
 
 impl Paged {
-    /// Splits the page that a request would take only a part of; returns whether something changed.
+    /// Splits the page of which a request would take only a part. Returns whether memory changed.
     #[cold]
     pub(super) fn split_for_block<D: Driver>(
         &mut self,
@@ -28,7 +29,7 @@ impl Paged {
         let block = &mem.heap[id];
         let (start, end) = (block.address, block.end());
         let taken = start + request.size;
-        // What a private pool handed out may be in a graph.
+        // Memory that a private pool handed out may be in a graph.
         if request.small
             || taken >= end
             || mem.heap[request.lane.pool].id != PoolId::DEFAULT
@@ -45,14 +46,15 @@ impl Paged {
         }
         let proof = mem.poll_stream(request.lane.stream).ok().flatten();
         let Some(idle) = proof.and_then(|proof| mem.idle(id, proof)) else {
-            // Not asked for again before the next miss: a stream that is at work stays so for a while.
+            // Not tried again before the next miss: a stream at work is likely to stay at work for
+            // a while.
             self.is_tight = false;
             return false;
         };
         self.split(mem, &idle, page, keep)
     }
 
-    /// Splits the page that a new stitch for a request would take only a part of.
+    /// Splits the page of which a new stitch for a request would take only a part.
     #[cold]
     pub(super) fn split_for_stitch<D: Driver>(&mut self, mem: &mut Mem<'_, D>, request: &Request) {
         let most = self.largest_page(mem, request.lane);
@@ -75,8 +77,8 @@ impl Paged {
         }
     }
 
-    /// Puts two pages, the first of `keep` bytes, in the place of one at `home`, which lies in a free block; returns
-    /// whether something changed.
+    /// Replaces the page at `home`, which lies in a free block, by two pages, the first of `keep`
+    /// bytes. Returns whether memory changed.
     fn split<D: Driver>(
         &mut self,
         mem: &mut Mem<'_, D>,
@@ -99,7 +101,8 @@ impl Paged {
             mem.heap.mark(lane, bytes, home..home + bytes);
             mem.ledger.apply(Change::PageSplit);
         } else {
-            // Another process was faster: the memory is gone, and the addresses are free for other pages.
+            // Another process took the memory: it is lost, and the addresses are free for other
+            // pages.
             mem.heap.mark_unmapped(id, home, home + bytes);
             mem.ledger.apply(Change::PageLost(Span { address: home, bytes, place }));
         }

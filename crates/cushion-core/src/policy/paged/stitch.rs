@@ -1,12 +1,13 @@
-//! Stitches: second addresses that put free memory side by side.
+//! Stitches: second addresses that put scattered free memory side by side.
 //!
-//! A stitch has its own addresses. Behind them lie pages in a row that have their homes elsewhere in the same lane: the
-//! free end of one, whole ones, the free beginning of one. One block at a time is handed out of a stitch. Meanwhile its
-//! bytes are *lent* at home, so that no other request gets them. When the block is free they are free at home again, and
-//! the stitch keeps its mappings: the next time it costs no driver call.
+//! A stitch has its own addresses. Behind them lie pages in a row whose homes are elsewhere in the
+//! same lane: the free end of one page, whole pages, the free start of one page. A stitch hands out
+//! one block at a time. Meanwhile its bytes are *lent* at home, so that no other request gets them.
+//! When the block is freed, they are free at home again. The stitch keeps its mappings, so that its
+//! next use costs no driver call.
 //!
-//! On the stream that freed the memory, stream order alone makes its second address safe. So all pages of a stitch belong
-//! to one lane; other streams borrow the block, as they would any other.
+//! On the stream that freed the memory, stream order alone makes its second address safe. So all
+//! pages of a stitch belong to one stream. Other streams borrow the block like any other.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
@@ -19,30 +20,31 @@ use crate::heap::segment::SegmentId;
 use crate::memory::Request;
 use crate::streams::proof::Marked;
 
-/// A stitch, by its place in the table.
+/// The index of a stitch in the table.
 pub(super) type StitchId = Id<Stitch>;
 
-/// How many stitches a stream has at most, those of private pools in use apart: the least recently used make room.
+/// How many stitches a stream has at most, except those of private pools in use. The least recently
+/// used make room.
 const MOST_STITCHES: usize = 1024;
 
 /// One stitch.
 #[derive(Debug)]
 pub(super) struct Stitch {
-    /// The lane that its pages and its block belong to. Whole pages may be of the lane's small half.
+    /// The lane of its pages and its block. Whole pages may belong to the lane's small half.
     pub(super) lane: LaneId,
-    /// The block in it that is handed out, or all of it.
+    /// The block that is handed out, or the block over all of it.
     pub(super) block: BlockId,
     pub(super) address: u64,
     pub(super) bytes: u64,
     pub(super) pages: Vec<StitchedPage>,
-    /// What may be handed out, as offsets.
+    /// The usable bytes begin at this offset,
     pub(super) start: u64,
     pub(super) end: u64,
-    /// The blocks lent at home, in the order of the stitch; empty while the stitch is not in use.
+    /// The blocks lent at home, in the order of the stitch. Empty while the stitch is not in use.
     pub(super) lent: Vec<BlockId>,
-    /// When it was last handed out.
+    /// When it was last handed out, by the count of uses.
     pub(super) used: u64,
-    /// Whether it is not to be used again.
+    /// Whether it must not be used again.
     pub(super) retired: bool,
 }
 
@@ -50,16 +52,16 @@ pub(super) struct Stitch {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct StitchedPage {
     pub(super) page: PageHandle,
-    /// The pool and the segment that its home is in.
+    /// The pool and the segment of its home.
     pub(super) pool: PoolIndex,
     pub(super) segment: SegmentId,
     pub(super) home: u64,
     pub(super) bytes: u64,
-    /// Where it is in the stitch.
+    /// Its offset in the stitch.
     pub(super) offset: u64,
 }
 
-/// Bytes of a stitch that lie side by side at home, in one segment.
+/// Bytes of a stitch that are adjacent at home, in one segment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct HomeSpan {
     pool: PoolIndex,
@@ -72,26 +74,26 @@ pub(super) struct HomeSpan {
 #[derive(Debug, Default)]
 pub(super) struct Stitches {
     table: Table<Stitch>,
-    /// Those that may be used again, by lane and by the bytes that they can hand out.
+    /// Stitches that may be used again, by lane and usable bytes.
     usable: BTreeMap<LaneId, BTreeSet<(u64, StitchId)>>,
-    /// The stitches that a page is in, and where it is in each.
+    /// The stitches of each page, and its offset in each.
     of_page: BTreeMap<PageHandle, Vec<(StitchId, u64)>>,
-    /// Retired and not in use, waiting for the work that their stream had when the mark was made.
+    /// Retired and not in use. They wait for the work that their stream had when it was marked.
     pub(super) waiting: VecDeque<(Marked, Vec<StitchId>)>,
-    /// Retired and not in use, until a later request of their stream marks its work.
+    /// Retired and not in use. A later request of their stream marks its work.
     pub(super) retired: Vec<StitchId>,
-    /// How many a stream may have, if that is less than usual: for tests.
+    /// How many stitches a stream may have, if that is less than usual: for tests.
     most: Option<usize>,
     /// How often a stitch was handed out.
     clock: u64,
     count: usize,
     addresses: u64,
-    /// Room for the spans of a stitch, so that none is allocated each time.
+    /// A buffer for the spans of a stitch, so that none is allocated each time.
     pub(super) spans: Vec<HomeSpan>,
 }
 
 impl Stitch {
-    /// Where the first `size` bytes that it can hand out are at home.
+    /// Returns where the first `size` usable bytes are at home.
     pub(super) fn home_spans(&self, size: u64) -> impl Iterator<Item = HomeSpan> {
         let (from, to) = (self.start, self.start + size);
         let mut spans = self.pages.iter().filter_map(move |page| {
@@ -123,7 +125,7 @@ impl Stitch {
     }
 }
 
-/// The free block at home that all of a span lies in.
+/// Returns the free block at home that contains all of a span.
 pub(super) fn free_around(heap: &Heap, span: HomeSpan, stream: StreamId) -> Option<BlockId> {
     let id = heap.lane(LaneId { pool: span.pool, stream })?.free_at(span.start)?;
     (span.end <= heap[id].end()).then_some(id)
@@ -144,18 +146,19 @@ impl Stitches {
         &mut self.table[id]
     }
 
-    /// How many stitches there are, how many there is room for, and how many addresses they take.
+    /// Returns the number of stitches, the capacity of the table, and the bytes of all addresses.
     pub(super) fn size(&self) -> (usize, usize, u64) {
         (self.count, self.table.size().1, self.addresses)
     }
 
-    /// A stitch made before whose first `request.size` bytes are free now.
+    /// Returns an existing stitch whose first `request.size` usable bytes are free now.
     pub(super) fn made_before(&self, heap: &Heap, request: &Request) -> Option<StitchId> {
         let usable = self.usable.get(&request.lane)?.range((request.size, Id::new(0))..);
         usable.map(|&(_, id)| id).find(|&id| self.can_lend(heap, id, request))
     }
 
-    /// Whether the first `request.size` bytes of a stitch, if it still exists, can be handed out.
+    /// Returns whether the first `request.size` usable bytes of a stitch, if it still exists, can
+    /// be handed out.
     pub(super) fn can_lend(&self, heap: &Heap, id: StitchId, request: &Request) -> bool {
         let Some(stitch) = self.table.get(id) else { return false };
         let is_free = |span| free_around(heap, span, request.lane.stream).is_some();
@@ -166,7 +169,8 @@ impl Stitches {
             && stitch.home_spans(request.size).all(is_free)
     }
 
-    /// The free blocks at home that the first `size` bytes of a stitch lie in, if they are free.
+    /// Returns the free blocks at home that contain the first `size` usable bytes of a stitch, if
+    /// they are free.
     pub(super) fn homes_of(
         &self,
         heap: &Heap,
@@ -178,18 +182,18 @@ impl Stitches {
         stitch.home_spans(size).filter_map(move |span| free_around(heap, span, stream))
     }
 
-    /// A stitch that a page is in, and where it is there.
+    /// Returns a stitch that contains a page, and the page's offset there.
     pub(super) fn stitch_of(&self, page: PageHandle) -> Option<(StitchId, u64)> {
         self.of_page.get(&page).and_then(|stitches| stitches.last().copied())
     }
 
-    /// How many addresses retired stitches take that are not in use.
+    /// Returns the bytes of addresses of retired stitches that are not in use.
     pub(super) fn retired_addresses(&self) -> u64 {
         let waiting = self.waiting.iter().flat_map(|(_, ids)| ids);
         waiting.chain(&self.retired).map(|&id| self.table[id].bytes).sum()
     }
 
-    /// How many stitches a stream has at most.
+    /// Returns how many stitches a stream has at most.
     pub(super) fn most(&self) -> usize {
         self.most.unwrap_or(MOST_STITCHES)
     }
@@ -199,7 +203,7 @@ impl Stitches {
         self.most = Some(most);
     }
 
-    /// How many stitches of a stream may be used again, but for those that are kept.
+    /// Returns how many stitches of a stream may be used again, except in pools that are kept.
     pub(super) fn count_of(&self, stream: StreamId, is_kept: impl Fn(PoolIndex) -> bool) -> usize {
         self.of_stream(stream, is_kept).map(BTreeSet::len).sum()
     }
@@ -213,7 +217,7 @@ impl Stitches {
         self.usable.iter().filter(move |(lane, _)| is_its_own(lane)).map(|(_, stitches)| stitches)
     }
 
-    /// The one that was not used for longest, of those that a stream may retire.
+    /// Returns the least recently used idle stitch of a stream, except in pools that are kept.
     pub(super) fn oldest(
         &self,
         stream: StreamId,
@@ -256,13 +260,13 @@ impl Stitches {
         stitch
     }
 
-    /// The stitch is handed out now.
+    /// Notes that the stitch is handed out now.
     pub(super) fn note_used(&mut self, id: StitchId) {
         self.clock += 1;
         self.table[id].used = self.clock;
     }
 
-    /// The stitch is not to be used again.
+    /// Marks the stitch as not to be used again.
     pub(super) fn retire(&mut self, id: StitchId) {
         let stitch = &mut self.table[id];
         if std::mem::replace(&mut stitch.retired, true) {
@@ -279,7 +283,7 @@ impl Stitches {
         }
     }
 
-    /// Takes a page out of a stitch; returns the address that it has there, and whether it was the last one.
+    /// Takes a page out of a stitch. Returns its address there, and whether it was the last page.
     pub(super) fn remove_page(
         &mut self,
         id: StitchId,
@@ -306,13 +310,13 @@ impl Stitches {
         }
     }
 
-    /// The events that retired stitches wait for, for the engine to destroy at its end.
+    /// Returns the events that retired stitches wait for, for the engine to destroy at its end.
     pub(super) fn take_events(&mut self) -> Vec<EventId> {
         let waiting = std::mem::take(&mut self.waiting).into_iter();
         waiting.filter_map(|(marked, _)| marked.into_event()).collect()
     }
 
-    /// Gives back what the table does not need.
+    /// Shrinks the table to its contents.
     pub(super) fn shrink(&mut self) {
         self.table.shrink();
     }

@@ -1,15 +1,17 @@
-//! Trimming: pages that a program has not needed for a while go back to the driver, while it runs on.
+//! Trimming: pages that a program has not needed for a while are given back while it runs.
 //!
-//! Time goes in windows, half as long as the option `trim_ms` says. What is held beyond the most that was live in the last
-//! two windows, and in the one under way, was not needed. That many bytes of pages, idle for a full window, are released.
+//! Time is divided into windows, half as long as the option `trim_ms`. Memory held beyond the peak
+//! of live bytes in the last two windows, and in the current one, was not needed. That many bytes
+//! of pages, idle for a full window, are released.
 //!
-//! Nothing waits. One look detaches pages from their lanes and marks the work of their streams; the next look unmaps those
-//! whose work is done, a few at a time. If a request finds no memory in between, the pages are back in their lanes before
-//! anything else is tried: they were needed, and fewer are detached in the next window. While a capture may be under way
-//! nothing is recorded, polled or unmapped.
+//! Trimming never waits. One look detaches pages from their lanes and marks the work of their
+//! streams; the next look unmaps those whose work is done, a few at a time. If a request finds no
+//! memory in between, the pages return to their lanes before anything else is tried. They were
+//! needed, so fewer are detached in the next window. While a capture may be under way, nothing is
+//! recorded, polled or unmapped.
 //!
-//! An event can be recorded only on a stream that certainly exists: memory of streams that may have been destroyed goes when
-//! the cache is emptied or memory is short, and is never trimmed.
+//! An event can be recorded only on a stream that certainly exists. Memory of streams that may have
+//! been destroyed is never trimmed; it is given back when the cache is emptied or memory is short.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -27,31 +29,33 @@ use crate::memory::{Found, GiveBack, Mem, Request};
 use crate::policy::Rules;
 use crate::streams::proof::{Idle, Marked};
 
-/// How many pages are detached at one look: less than a millisecond.
+/// How many pages one look detaches at most: less than a millisecond of work.
 const MOST_PAGES: usize = 512;
 
-/// What is not worth giving back: this part of what is held.
+/// A surplus of less than one in this many of the reserved bytes is not given back.
 const NOT_WORTH: u64 = 64;
 
-/// How often the bytes that are detached at a look are halved at most.
+/// How often the bytes detached at a look are halved at most.
 const MOST_HALVINGS: u32 = 16;
 
-/// What is known of what a program needs, and the pages on their way back. The ledger's watermark is the most that was live
-/// in the window under way.
+/// The program's need of memory by window, and the pages on their way back. The ledger's watermark
+/// is the peak of live bytes in the current window.
 #[derive(Debug, Default)]
 pub(super) struct Windows {
-    /// When the window under way began.
+    /// When the current window began.
     began: Option<Duration>,
-    /// The most that was live in the window before it.
+    /// The peak of live bytes in the window before it.
     before: u64,
-    /// The most that was live in the last two windows that are over; `None` before the first is.
+    /// The peak of live bytes in the last two complete windows; `None` before the first is
+    /// complete.
     needed: Option<u64>,
-    /// Pages by their homes, each with the look since which it was found wholly free every time.
+    /// Pages by their homes, each with the first of the looks since which it was always wholly
+    /// free.
     free_since: BTreeMap<u64, Duration>,
     pub(super) detached: Vec<DetachedPages>,
-    /// How often what is detached at a look was halved, because some of it was needed.
+    /// How often the bytes detached at a look were halved, because some were needed.
     halvings: u32,
-    /// Whether some of what was detached in this window was needed: then no more is.
+    /// Whether some pages detached in this window were needed. Then no more are detached in it.
     was_needed: bool,
 }
 
@@ -59,7 +63,7 @@ pub(super) struct Windows {
 #[derive(Debug)]
 pub(super) struct DetachedPages {
     pub(super) stream: StreamId,
-    /// The work that the stream had when they were detached.
+    /// The work that the stream had when the pages were detached.
     work: Marked,
     pub(super) pages: Vec<BlockId>,
 }
@@ -73,9 +77,9 @@ struct FreePage {
 }
 
 impl Paged {
-    // ---- what was detached at an earlier look ----
+    // ---- pages detached at an earlier look ----
 
-    /// Asks whether the work is done that detached pages wait for.
+    /// Checks whether the work that detached pages wait for is done.
     pub(super) fn poll_work<D: Driver>(&mut self, mem: &mut Mem<'_, D>) -> DriverResult<()> {
         if mem.is_recording() {
             return Ok(());
@@ -94,7 +98,8 @@ impl Paged {
         failed
     }
 
-    /// Unmaps a few of the pages whose work is done; returns their bytes, or `None` if there are none.
+    /// Unmaps a few of the pages whose work is done. Returns their bytes, or `None` if there are
+    /// none.
     pub(super) fn release_some<D: Driver>(&mut self, mem: &mut Mem<'_, D>) -> Option<u64> {
         if mem.is_recording() {
             return None;
@@ -123,8 +128,8 @@ impl Paged {
         Some(before.saturating_sub(mem.reserved()))
     }
 
-    /// Releases a detached page, or, where that fails, puts it back into its lane; false if it takes more calls than are
-    /// left.
+    /// Releases a detached page, or returns it to its lane if that fails. Returns false if it takes
+    /// more calls than are left.
     fn release<D: Driver>(
         &mut self,
         mem: &mut Mem<'_, D>,
@@ -146,9 +151,9 @@ impl Paged {
         true
     }
 
-    // ---- taking it back ----
+    // ---- recalling them ----
 
-    /// Puts all detached pages back into their lanes.
+    /// Returns all detached pages to their lanes.
     pub(super) fn recall_all<D: Driver>(&mut self, mem: &mut Mem<'_, D>) {
         for detached in std::mem::take(&mut self.windows.detached) {
             mem.streams.keep_events(detached.work.into_event());
@@ -158,7 +163,7 @@ impl Paged {
         }
     }
 
-    /// Puts those detached pages back into their lanes that a request could be made of.
+    /// Returns the detached pages that could serve a request to their lanes.
     pub(super) fn recall_for<D: Driver>(&mut self, mem: &mut Mem<'_, D>, request: &Request) {
         let other = (!request.small).then(|| mem.heap.pools().other_half(request.lane.pool));
         let serves = |page: &mut BlockId| {
@@ -180,7 +185,7 @@ impl Paged {
         }
     }
 
-    /// Pages that were about to go serve a request.
+    /// Notes that detached pages were needed for a request.
     #[cold]
     pub(super) fn note_needed<D: Driver>(&mut self, mem: &Mem<'_, D>, found: Found, size: u64) {
         let windows = &mut self.windows;
@@ -200,15 +205,16 @@ impl Paged {
         windows.free_since.extract_if(first..start + size, |_, _| true).for_each(drop);
     }
 
-    /// Bytes of detached pages.
+    /// Returns the bytes of detached pages.
     pub(super) fn detached_bytes<D: Driver>(&self, mem: &Mem<'_, D>) -> u64 {
         let pages = self.windows.detached.iter().flat_map(|detached| &detached.pages);
         pages.map(|&page| mem.heap[page].size).sum()
     }
 
-    // ---- finding what is not needed ----
+    // ---- finding pages that are not needed ----
 
-    /// Looks at what is free, and detaches pages if there are more than were needed, unless `may_take` forbids it.
+    /// Looks at free memory and detaches pages if there are more than were needed. `may_take`
+    /// allows detaching.
     pub(super) fn look<D: Driver>(
         &mut self,
         mem: &mut Mem<'_, D>,
@@ -254,19 +260,20 @@ impl Paged {
         let peak = mem.ledger.restart_watermark();
         let needed = peak.max(std::mem::replace(&mut windows.before, peak));
         windows.needed = Some(needed);
-        // From here on, waste is measured by what was live lately.
+        // From here on, waste is measured against the recent peak of live bytes.
         self.high_water = needed;
     }
 
-    /// The pages that are wholly free, of streams that an event can be recorded on.
+    /// Returns the wholly free pages of streams on which an event can be recorded.
     fn free_pages<D: Driver>(&self, mem: &Mem<'_, D>) -> Vec<FreePage> {
         let mut free = Vec::new();
-        // A graph may still run, on any stream, when its pool is released: what it had goes with the cache.
+        // A graph may still run, on any stream, when its pool is released: its memory is given back
+        // with the cache.
         for pool in [PoolTable::LARGE, PoolTable::SMALL] {
             let lanes = mem.heap[pool].lanes().filter(|&(stream, _)| mem.streams.lasts(stream));
             for (stream, lane) in lanes {
                 let at = LaneId { pool, stream };
-                // A smaller block has no whole page in it.
+                // A smaller block contains no whole page.
                 for id in lane.free().at_least(mem.device.granularity) {
                     if mem.kind_of(id) != Kind::Homes {
                         continue;
@@ -298,8 +305,8 @@ impl Paged {
             homes.map(|home| (home, before.get(&home).copied().unwrap_or(now))).collect();
     }
 
-    /// Detaches pages that have been free since `by`, `surplus` bytes of them at most, and marks the work of the stream of
-    /// each.
+    /// Detaches at most `surplus` bytes of pages that have been free since `by`, and marks the work
+    /// of the stream of each.
     fn detach_pages<D: Driver>(
         &mut self,
         mem: &mut Mem<'_, D>,
@@ -312,7 +319,7 @@ impl Paged {
         let since = |page: &FreePage| windows.free_since.get(&page.home).copied();
         let is_due = |page: &FreePage| since(page).is_some_and(|since| since <= by);
         pages.retain(|page| is_due(page) && !waits(page.lane.stream));
-        // The longest free first; of those the highest, which best fit takes last.
+        // The longest free first; among equals the highest, which best fit takes last.
         pages.sort_unstable_by_key(|page| (since(page), Reverse(page.home)));
         let surplus = surplus.saturating_sub(self.detached_bytes(mem));
         let most = surplus >> windows.halvings;

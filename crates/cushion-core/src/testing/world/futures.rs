@@ -1,4 +1,4 @@
-//! Requests by futures, polled now and then, kept over other actions, and dropped.
+//! Requests by futures, which later actions poll or drop.
 
 use std::fmt;
 use std::pin::Pin;
@@ -9,10 +9,10 @@ use super::{SimEngine, World};
 use crate::testing::gpu::Gpu;
 use crate::{AllocFuture, StreamId};
 
-/// How many are kept at most.
+/// The most futures that wait at the same time.
 const MOST: usize = 3;
 
-/// The futures of a program that wait.
+/// The waiting futures of a program.
 pub struct Futures<'e> {
     engine: &'e SimEngine,
     held: Vec<Held<'e>>,
@@ -49,7 +49,7 @@ impl<'e> Futures<'e> {
         }
     }
 
-    /// A stream goes: nobody wants memory for it any more.
+    /// Drops the futures that request memory for a stream which is about to be destroyed.
     pub(super) fn drop_of(&mut self, stream: StreamId) {
         self.held.retain(|held| held.stream != stream);
     }
@@ -61,7 +61,7 @@ impl<'e> Futures<'e> {
 
 impl World {
     pub(super) fn ask_future(&mut self, size: u64, stream: StreamId, futures: &mut Futures<'_>) {
-        if self.silent == Some(stream) {
+        if self.captures.silent == Some(stream) {
             return;
         }
         if futures.held.len() >= MOST {
@@ -73,7 +73,7 @@ impl World {
 
     pub(super) fn poll_future(&mut self, index: u8, futures: &mut Futures<'_>) {
         if let Some(index) = futures.index(index)
-            && self.silent != Some(futures.held[index].stream)
+            && self.captures.silent != Some(futures.held[index].stream)
         {
             let held = futures.held.remove(index);
             self.poll(held, futures);

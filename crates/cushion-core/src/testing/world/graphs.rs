@@ -1,44 +1,68 @@
-//! Private pools, captures into them, and replays of what was captured.
+//! Captures of graphs, and replays of captured graphs.
 
 use std::collections::BTreeSet;
-use std::sync::{Arc, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use super::{Life, World};
+use super::World;
+use super::memory::Life;
 use crate::testing::gpu::Deed;
-use crate::{PoolError, PoolId, StreamFilter, StreamId};
+use crate::{PoolId, StreamId};
 
-impl World {
+/// The captures under way.
+#[derive(Debug, Default)]
+pub(super) struct Captures {
+    /// The capture that the engine knows: its pool, and the stream that it began on.
+    pub(super) current: Option<(PoolId, StreamId)>,
+    /// The streams of that capture.
+    joined: Arc<Mutex<BTreeSet<StreamId>>>,
+    /// The stream of a capture that the engine was not told of.
+    pub(super) silent: Option<StreamId>,
+}
+
+impl Captures {
     pub(super) fn joined(&self) -> MutexGuard<'_, BTreeSet<StreamId>> {
         self.joined.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    // ---- captures ----
+    /// Returns the current capture, unless `stream` is being captured silently.
+    fn current_beside(&self, stream: StreamId) -> Option<(PoolId, StreamId)> {
+        self.current.filter(|_| self.silent != Some(stream))
+    }
+}
 
+/// Captures.
+impl World {
     pub(super) fn begin_capture(&mut self, pool: PoolId, stream: StreamId) {
-        let joined = Arc::clone(&self.joined);
+        let joined = Arc::clone(&self.captures.joined);
         let filter = move |stream| joined.lock().is_ok_and(|all| all.contains(&stream));
-        if self.capture.is_none()
-            && self.silent != Some(stream)
+        if self.captures.current.is_none()
+            && self.captures.silent != Some(stream)
             && self.begin_pool(pool, Box::new(filter))
         {
             self.sim.begin_capture(stream);
             self.gpu.checked.begin_capture(stream);
-            self.capture = Some((pool, stream));
-            self.joined().insert(stream);
+            self.captures.current = Some((pool, stream));
+            self.captures.joined().insert(stream);
         }
     }
 
     pub(super) fn join_capture(&mut self, stream: StreamId) {
-        if let Some((_, captured)) = self.capture.filter(|_| self.silent != Some(stream)) {
+        if let Some((_, captured)) = self.captures.current_beside(stream) {
             self.sim.wait_for(stream, captured);
             self.gpu.checked.begin_capture(stream);
-            self.joined().insert(stream);
+            self.captures.joined().insert(stream);
+        }
+    }
+
+    pub(super) fn follow_stream(&self, stream: StreamId) {
+        if let Some((_, captured)) = self.captures.current_beside(stream) {
+            self.sim.wait_for(captured, stream);
         }
     }
 
     pub(super) fn end_capture(&mut self) {
-        if let Some((pool, stream)) = self.capture.take() {
-            for stream in std::mem::take(&mut *self.joined()) {
+        if let Some((pool, stream)) = self.captures.current.take() {
+            for stream in std::mem::take(&mut *self.captures.joined()) {
                 self.gpu.checked.end_capture(stream);
             }
             self.sim.end_capture(stream);
@@ -46,77 +70,87 @@ impl World {
         }
     }
 
-    /// Captures a whole graph: blocks with holes between them, what fits only into several of these, and perhaps
-    /// something that outlives the capture.
+    /// Captures a whole graph: blocks with holes between them, a block that fits only into several
+    /// of these holes, and, for some kinds, blocks that stay live after the capture.
     pub(super) fn graph(&mut self, pool: PoolId, stream: StreamId, kind: u8) {
-        if self.capture.is_some() {
+        if self.captures.current.is_some() {
             return;
         }
         self.begin_capture(pool, stream);
-        if self.capture.is_none() {
+        if self.captures.current.is_none() {
             return;
         }
-        let piece = u64::from(2 + kind % 6) << 20;
+        let size = u64::from(2 + kind % 6) << 20;
         let count = 3 + usize::from(kind / 8 % 4);
-        let mut held: Vec<u64> = (0..count).filter_map(|_| self.ask_for(piece, stream)).collect();
+        let mut held: Vec<u64> = (0..count).filter_map(|_| self.request(size, stream)).collect();
         let holes: Vec<u64> = held.iter().copied().step_by(2).collect();
         held.retain(|address| !holes.contains(address));
         holes.iter().for_each(|&address| self.free(address));
-        held.extend(self.ask_for(piece * holes.len() as u64, stream));
+        held.extend(self.request(size * holes.len() as u64, stream));
         if kind & 0x80 == 0 {
             held.drain(..).for_each(|address| self.free(address));
         }
         self.end_capture();
     }
 
-    /// Nobody uses the stream meanwhile; the default one cannot be captured, and an event that the engine still has to
-    /// record on it for the program would break the capture.
+    /// Begins a capture that the engine is not told of. The default stream cannot be captured. An
+    /// event that the engine still has to record on the stream would break the capture.
     pub(super) fn begin_silent_capture(&mut self, stream: StreamId) {
-        if self.silent.is_none()
+        if self.captures.silent.is_none()
             && stream != StreamId(0)
-            && !self.joined().contains(&stream)
+            && !self.captures.joined().contains(&stream)
             && !self.streams.deferred.contains(&stream)
         {
             self.sim.begin_capture(stream);
             self.gpu.checked.begin_capture(stream);
-            self.silent = Some(stream);
+            self.captures.silent = Some(stream);
         }
     }
 
     pub(super) fn end_silent_capture(&mut self) {
-        if let Some(stream) = self.silent.take() {
+        if let Some(stream) = self.captures.silent.take() {
             self.gpu.checked.end_capture(stream);
             self.sim.end_capture(stream);
         }
     }
 
-    /// Memory that a pool handed out during a capture is used by each replay.
+    /// Notes memory that a pool handed out during a capture: every replay uses it.
     pub(super) fn bake(&mut self, life: &Life) {
-        // A pool begun later takes the request instead; its owner keeps it as long as needed.
-        if let Some((pool, _)) = self.capture.filter(|_| life.captured)
-            && self.open.last() == Some(&pool)
+        // A pool that was begun later than the capture's serves the request instead. The program
+        // keeps that pool as long as needed.
+        if let Some((pool, _)) = self.captures.current.filter(|_| life.captured)
+            && self.pools.open.last() == Some(&pool)
         {
             let memory = (life.address, life.size, life.memory.clone());
-            self.baked.entry(pool).or_default().push(memory);
+            self.pools.baked.entry(pool).or_default().push(memory);
+        }
+    }
+}
+
+/// Replays.
+impl World {
+    /// Whether a program may replay the graphs of a pool: it may not while a capture uses the pool.
+    pub(super) fn may_replay(&self, pool: PoolId, stream: StreamId) -> bool {
+        self.pools.baked.contains_key(&pool)
+            && !self.pools.impure.contains(&pool)
+            && self.captures.current.is_none_or(|(captured, _)| captured != pool)
+            && self.captures.silent != Some(stream)
+            && !self.captures.joined().contains(&stream)
+    }
+
+    pub(super) fn replay(&mut self, pool: PoolId, stream: StreamId) {
+        if self.may_replay(pool, stream) {
+            let life = self.memory.next_life();
+            self.replay_as(pool, stream, life)();
         }
     }
 
-    // ---- replays ----
-
-    /// Whether a program may replay what was captured into a pool. While it is captured into again it may not.
-    pub(super) fn may_replay(&self, pool: PoolId, stream: StreamId) -> bool {
-        self.baked.contains_key(&pool)
-            && !self.impure.contains(&pool)
-            && self.capture.is_none_or(|(captured, _)| captured != pool)
-            && self.silent != Some(stream)
-            && !self.joined().contains(&stream)
-    }
-
-    /// A replay as an allocation of its own, to be launched at any time. A correct program lets it follow what was done
-    /// with the memory before.
-    pub(super) fn replay(&self, pool: PoolId, stream: StreamId, life: u64) -> Deed {
+    /// Returns a replay that can be launched at any time. For the checks, the replay is an
+    /// allocation with the number `life`. A correct program orders it after all earlier uses of its
+    /// memory.
+    pub(super) fn replay_as(&self, pool: PoolId, stream: StreamId, life: u64) -> Deed {
         let (sim, gpu) = (Arc::clone(&self.sim), Arc::clone(&self.gpu));
-        let baked = self.baked.get(&pool).into_iter().flatten();
+        let baked = self.pools.baked.get(&pool).into_iter().flatten();
         let baked: Vec<(u64, u64)> = baked.map(|&(address, size, _)| (address, size)).collect();
         Box::new(move || {
             gpu.checked.wait_for_all(stream);
@@ -125,83 +159,5 @@ impl World {
                 gpu.checked.work(address, size, stream, life);
             }
         })
-    }
-
-    // ---- pools ----
-
-    /// A pool of the program's own, with no capture. One that graphs use is theirs alone.
-    pub(super) fn begin_own_pool(&mut self, pool: PoolId, only: Option<StreamId>) {
-        if !self.baked.contains_key(&pool) {
-            let filter = move |stream| only.is_none_or(|only| only == stream);
-            self.begin_pool(pool, Box::new(filter));
-            self.impure.insert(pool);
-        }
-    }
-
-    pub(super) fn begin_pool(&mut self, pool: PoolId, filter: StreamFilter) -> bool {
-        match self.engine.begin_allocate_to_pool(pool, filter) {
-            Ok(()) => {
-                assert!(!self.open.contains(&pool));
-                self.open.push(pool);
-                if !self.uses.contains_key(&pool) {
-                    // It is a new one, with nothing in it.
-                    self.impure.remove(&pool);
-                }
-                *self.uses.entry(pool).or_default() += 1;
-                true
-            }
-            Err(PoolError::AlreadyRecording(_)) => {
-                assert!(self.open.contains(&pool));
-                false
-            }
-            Err(PoolError::Released(_)) => {
-                assert!(!self.uses.contains_key(&pool));
-                false
-            }
-            Err(error) => panic!("{error}"),
-        }
-    }
-
-    pub(super) fn end_pool(&mut self, pool: PoolId) {
-        if self.capture.is_some_and(|(captured, _)| captured == pool) {
-            return;
-        }
-        let was_open = self.open.contains(&pool);
-        let ended = self.engine.end_allocate_to_pool(pool);
-        assert_eq!(ended.is_ok(), was_open, "{ended:?}");
-        self.open.retain(|&open| open != pool);
-    }
-
-    pub(super) fn release_pool(&mut self, pool: PoolId) {
-        match self.engine.release_pool(pool) {
-            Ok(()) => self.released(pool),
-            Err(PoolError::Unknown(_) | PoolError::Released(_)) => {
-                assert!(!self.uses.contains_key(&pool));
-            }
-            Err(PoolError::StillRecording(_)) => assert!(self.open.contains(&pool)),
-            Err(error) => panic!("{error}"),
-        }
-    }
-
-    /// One use of a pool has ended. What was replayed before still runs.
-    pub(super) fn released(&mut self, pool: PoolId) {
-        let uses = self.uses.get_mut(&pool).expect("a pool in use");
-        *uses -= 1;
-        if *uses == 0 {
-            self.uses.remove(&pool);
-            self.baked.remove(&pool);
-        }
-    }
-
-    /// A pool that graphs use helps nobody out: who got its memory would have it written over.
-    pub(super) fn use_on_oom(&mut self, pool: PoolId, allow: bool) {
-        if self.baked.contains_key(&pool) {
-            return;
-        }
-        let result = self.engine.set_use_on_oom(pool, allow);
-        assert!(result.is_ok() || result == Err(PoolError::Unknown(pool)));
-        if result.is_ok() && allow {
-            self.impure.insert(pool);
-        }
     }
 }

@@ -1,4 +1,4 @@
-//! Streams that come and go.
+//! Streams that the program creates and destroys.
 
 use std::collections::BTreeSet;
 
@@ -10,13 +10,13 @@ const STREAMS: u8 = 4;
 /// The streams of a program.
 #[derive(Debug)]
 pub(super) struct Streams {
-    /// The handle that each has now.
+    /// The current handle of each stream.
     handles: [StreamId; STREAMS as usize],
-    /// How many there have been.
+    /// The number of streams created so far.
     made: u64,
-    /// Those the program said it never destroys. What was said once holds.
+    /// Streams that the program promised never to destroy. A promise is never withdrawn.
     pub(super) promised: BTreeSet<StreamId>,
-    /// Those that the program named for blocks whose events may still be to be recorded.
+    /// Streams on which the engine may still have to record an event for a freed block.
     pub(super) deferred: BTreeSet<StreamId>,
 }
 
@@ -32,7 +32,7 @@ impl Default for Streams {
 }
 
 impl Streams {
-    pub(super) fn is_there(&self, stream: StreamId) -> bool {
+    pub(super) fn exists(&self, stream: StreamId) -> bool {
         self.handles.contains(&stream)
     }
 }
@@ -42,23 +42,30 @@ impl World {
         self.streams.handles[usize::from(index % STREAMS)]
     }
 
-    /// All events that had to be recorded have been, unless a capture kept them back.
-    pub(super) fn events_recorded(&mut self, all_went_well: bool) {
-        if all_went_well && self.open.is_empty() {
+    pub(super) fn process_events(&mut self) {
+        let processed = self.engine.process_events();
+        self.events_recorded(processed.is_ok());
+        self.may_fail(processed.err());
+    }
+
+    /// Notes that the engine recorded all deferred events, unless it failed or an open pool still
+    /// defers them.
+    pub(super) fn events_recorded(&mut self, succeeded: bool) {
+        if succeeded && self.pools.open.is_empty() {
             self.streams.deferred.clear();
         }
     }
 
-    /// Destroys a stream that the program may destroy. A block that it named the stream for has to go first: that is so
-    /// with PyTorch too.
+    /// Destroys a stream if the program may do so. As with PyTorch, the program must first free all
+    /// blocks that it recorded the stream for.
     pub(super) fn destroy_stream(&mut self, index: u8, futures: &mut Futures<'_>) {
         let stream = self.stream(index);
         let kept = stream == StreamId(0)
             || self.streams.promised.contains(&stream)
             || self.streams.deferred.contains(&stream)
-            || self.silent == Some(stream)
-            || self.joined().contains(&stream)
-            || self.live.values().any(|life| life.others.contains(&stream));
+            || self.captures.silent == Some(stream)
+            || self.captures.joined().contains(&stream)
+            || self.memory.live.values().any(|life| life.others.contains(&stream));
         if kept {
             return;
         }
@@ -69,7 +76,8 @@ impl World {
         self.streams.made += 1;
     }
 
-    /// Says which streams last. That all do can be said only while none has been destroyed.
+    /// Promises that some streams are never destroyed. The program can promise that for all streams
+    /// only if it has destroyed none.
     pub(super) fn set_lasting(&mut self, which: u8) {
         let lasting = match which % 8 {
             0 | 1 => LastingStreams::Unknown,

@@ -1,0 +1,18 @@
+//! The folders of this crate use only those below them. The library itself has no test executable,
+//! so this reads the sources.
+
+#[cfg(test)]
+#[path = "../../../tests/rooms/rooms.rs"]
+#[allow(dead_code, reason = "the engine's test uses all of it")]
+mod rooms;
+
+#[cfg(test)]
+mod tests {
+    use crate::rooms::Rooms;
+
+    #[test]
+    fn folders_use_only_those_below_them() {
+        let order = &["module", "entry", "shortage", "history", "pytorch", "python", "process"];
+        Rooms { of: env!("CARGO_MANIFEST_DIR"), order, free: &[] }.check();
+    }
+}

@@ -1,0 +1,147 @@
+//! Pickles for tests: written by hand, and written by Python.
+
+use crate::format::pickle::op;
+
+pub(crate) fn int(int: i64) -> Vec<u8> {
+    [&[op::LONG1, 8][..], &int.to_le_bytes()].concat()
+}
+
+pub(crate) fn text(text: &str) -> Vec<u8> {
+    let len = u32::try_from(text.len()).unwrap();
+    [&[op::BINUNICODE][..], &len.to_le_bytes(), text.as_bytes()].concat()
+}
+
+pub(crate) fn list(values: &[Vec<u8>]) -> Vec<u8> {
+    [&[op::EMPTY_LIST, op::MARK][..], &values.concat(), &[op::APPENDS]].concat()
+}
+
+pub(crate) fn pair(a: i64, b: i64) -> Vec<u8> {
+    [&int(a)[..], &int(b), &[op::TUPLE2]].concat()
+}
+
+pub(crate) fn dict(items: &[(&str, Vec<u8>)]) -> Vec<u8> {
+    let items: Vec<_> = items.iter().flat_map(|(key, value)| [text(key), value.clone()]).collect();
+    [&[op::EMPTY_DICT, op::MARK][..], &items.concat(), &[op::SETITEMS]].concat()
+}
+
+/// Returns the pickle of a snapshot of one device with these events.
+pub(crate) fn snapshot(events: &[Vec<u8>]) -> Vec<u8> {
+    top(&[("segments", list(&[])), ("device_traces", list(&[list(events)]))])
+}
+
+pub(crate) fn top(items: &[(&str, Vec<u8>)]) -> Vec<u8> {
+    [dict(items), vec![op::STOP]].concat()
+}
+
+// One snapshot, as Python's pickle writes it under each protocol. Two events share a list of
+// frames, a third has an equal list of its own, and some numbers need all 64 bits.
+pub(crate) const PROTOCOL_0: &[u8] =
+    b"(dp0\nVsegments\np1\n(lp2\n(dp3\nVdevice\np4\nI0\nsVaddress\np5\nL140737488355328L\nsVtota\
+    l_size\np6\nI2097152\nsVstream\np7\nI0\nsVsegment_type\np8\nVsmall\np9\nsVsegment_pool_id\
+    \np10\n(I0\nI0\ntp11\nsVis_expandable\np12\nI00\nsVframes\np13\n(lp14\n(dp15\nVname\np16\n\
+    Vstep\np17\nsVfilename\np18\nVtr\xe9n.py\np19\nsVline\np20\nI88\nsa(dp21\ng16\nV<module>\n\
+    p22\nsg18\ng19\nsg20\nI144\nsasVblocks\np23\n(lp24\n(dp25\ng5\nL140737488355328L\nsVsize\n\
+    p26\nI512\nsVrequested_size\np27\nI500\nsVstate\np28\nVactive_allocated\np29\nsg13\ng14\ns\
+    a(dp30\ng5\nL140737488355840L\nsg26\nI2096640\nsg27\nI0\nsg28\nVinactive\np31\nsg13\n(lp32\
+    \nsasasVdevice_traces\np33\n(lp34\n(lp35\n(dp36\nVaction\np37\nVsegment_alloc\np38\nsVaddr\
+    \np39\nL140737488355328L\nsg26\nI2097152\nsg7\nI0\nsVtime_us\np40\nL1794709563093091L\nsVc\
+    ompile_context\np41\nVN/A\np42\nsVpool_id\np43\ng11\nsa(dp44\ng37\nValloc\np45\nsg39\nL140\
+    737488355328L\nsg26\nI500\nsg7\nI-1\nsg40\nL1794709563093092L\nsg41\ng42\nsg43\n(I3\nI7000\
+    0\ntp46\nsg13\ng14\nsa(dp47\ng37\nVfree_requested\np48\nsg39\nL140737488355328L\nsg26\nI50\
+    0\nsg7\nL9223372036854775813L\nsg40\nL1794709563093093L\nsg41\ng42\nsg13\ng14\nsa(dp49\ng3\
+    7\nVfree_completed\np50\nsg39\nL140737488355328L\nsg26\nI500\nsg7\nI0\nsg40\nL179470956309\
+    3094L\nsg41\ng42\nsg13\n(lp51\n(dp52\ng16\ng17\nsg18\ng19\nsg20\nI88\nsa(dp53\ng16\ng22\ns\
+    g18\ng19\nsg20\nI144\nsasa(dp54\ng37\nVoom\np55\nsVdevice_free\np56\nL12345678901L\nsg26\n\
+    I300\nsg7\nI0\nsg40\nL1794709563093095L\nsg13\n(lp57\ng21\nasaa(lp58\nasVallocator_setting\
+    s\np59\n(dp60\nVPYTORCH_CUDA_ALLOC_CONF\np61\nVx:1\np62\nsVmax_split_size\np63\nI-1\nsVgar\
+    bage_collection_threshold\np64\nF0.5\nsVexpandable_segments\np65\nI01\nsVroundup_power2_di\
+    visions\np66\n(dp67\nV1\np68\nI0\nsV2\np69\nI4\nsssVexternal_annotations\np70\n(lp71\n(dp7\
+    2\ng16\nVraw\np73\nsVbig\np74\nL1208925819614629174706176L\nsVnone\np75\nNsas.";
+
+pub(crate) const PROTOCOL_1: &[u8] =
+    b"}q\x00(X\x08\x00\x00\x00segmentsq\x01]q\x02}q\x03(X\x06\x00\x00\x00deviceq\x04K\x00X\x07\
+    \x00\x00\x00addressq\x05L140737488355328L\nX\n\x00\x00\x00total_sizeq\x06J\x00\x00 \x00X\
+    \x06\x00\x00\x00streamq\x07K\x00X\x0c\x00\x00\x00segment_typeq\x08X\x05\x00\x00\x00smallq\
+    \tX\x0f\x00\x00\x00segment_pool_idq\n(K\x00K\x00tq\x0bX\r\x00\x00\x00is_expandableq\x0cI00\
+    \nX\x06\x00\x00\x00framesq\r]q\x0e(}q\x0f(X\x04\x00\x00\x00nameq\x10X\x04\x00\x00\x00stepq\
+    \x11X\x08\x00\x00\x00filenameq\x12X\x08\x00\x00\x00tr\xc3\xa9n.pyq\x13X\x04\x00\x00\x00lin\
+    eq\x14KXu}q\x15(h\x10X\x08\x00\x00\x00<module>q\x16h\x12h\x13h\x14K\x90ueX\x06\x00\x00\x00\
+    blocksq\x17]q\x18(}q\x19(h\x05L140737488355328L\nX\x04\x00\x00\x00sizeq\x1aM\x00\x02X\x0e\
+    \x00\x00\x00requested_sizeq\x1bM\xf4\x01X\x05\x00\x00\x00stateq\x1cX\x10\x00\x00\x00active\
+    _allocatedq\x1dh\rh\x0eu}q\x1e(h\x05L140737488355840L\nh\x1aJ\x00\xfe\x1f\x00h\x1bK\x00h\
+    \x1cX\x08\x00\x00\x00inactiveq\x1fh\r]q ueuaX\r\x00\x00\x00device_tracesq!]q\"(]q#(}q$(X\
+    \x06\x00\x00\x00actionq%X\r\x00\x00\x00segment_allocq&X\x04\x00\x00\x00addrq'L140737488355\
+    328L\nh\x1aJ\x00\x00 \x00h\x07K\x00X\x07\x00\x00\x00time_usq(L1794709563093091L\nX\x0f\x00\
+    \x00\x00compile_contextq)X\x03\x00\x00\x00N/Aq*X\x07\x00\x00\x00pool_idq+h\x0bu}q,(h%X\x05\
+    \x00\x00\x00allocq-h'L140737488355328L\nh\x1aM\xf4\x01h\x07J\xff\xff\xff\xffh(L17947095630\
+    93092L\nh)h*h+(K\x03Jp\x11\x01\x00tq.h\rh\x0eu}q/(h%X\x0e\x00\x00\x00free_requestedq0h'L14\
+    0737488355328L\nh\x1aM\xf4\x01h\x07L9223372036854775813L\nh(L1794709563093093L\nh)h*h\rh\
+    \x0eu}q1(h%X\x0e\x00\x00\x00free_completedq2h'L140737488355328L\nh\x1aM\xf4\x01h\x07K\x00h\
+    (L1794709563093094L\nh)h*h\r]q3(}q4(h\x10h\x11h\x12h\x13h\x14KXu}q5(h\x10h\x16h\x12h\x13h\
+    \x14K\x90ueu}q6(h%X\x03\x00\x00\x00oomq7X\x0b\x00\x00\x00device_freeq8L12345678901L\nh\x1a\
+    M,\x01h\x07K\x00h(L1794709563093095L\nh\r]q9h\x15aue]q:eX\x12\x00\x00\x00allocator_setting\
+    sq;}q<(X\x17\x00\x00\x00PYTORCH_CUDA_ALLOC_CONFq=X\x03\x00\x00\x00x:1q>X\x0e\x00\x00\x00ma\
+    x_split_sizeq?J\xff\xff\xff\xffX\x1c\x00\x00\x00garbage_collection_thresholdq@G?\xe0\x00\
+    \x00\x00\x00\x00\x00X\x13\x00\x00\x00expandable_segmentsqAI01\nX\x18\x00\x00\x00roundup_po\
+    wer2_divisionsqB}qC(X\x01\x00\x00\x001qDK\x00X\x01\x00\x00\x002qEK\x04uuX\x14\x00\x00\x00e\
+    xternal_annotationsqF]qG}qH(h\x10X\x03\x00\x00\x00rawqIX\x03\x00\x00\x00bigqJL120892581961\
+    4629174706176L\nX\x04\x00\x00\x00noneqKNuau.";
+
+pub(crate) const PROTOCOL_2: &[u8] =
+    b"\x80\x02}q\x00(X\x08\x00\x00\x00segmentsq\x01]q\x02}q\x03(X\x06\x00\x00\x00deviceq\x04K\
+    \x00X\x07\x00\x00\x00addressq\x05\x8a\x07\x00\x00\x00\x00\x00\x80\x00X\n\x00\x00\x00total_\
+    sizeq\x06J\x00\x00 \x00X\x06\x00\x00\x00streamq\x07K\x00X\x0c\x00\x00\x00segment_typeq\x08\
+    X\x05\x00\x00\x00smallq\tX\x0f\x00\x00\x00segment_pool_idq\nK\x00K\x00\x86q\x0bX\r\x00\x00\
+    \x00is_expandableq\x0c\x89X\x06\x00\x00\x00framesq\r]q\x0e(}q\x0f(X\x04\x00\x00\x00nameq\
+    \x10X\x04\x00\x00\x00stepq\x11X\x08\x00\x00\x00filenameq\x12X\x08\x00\x00\x00tr\xc3\xa9n.p\
+    yq\x13X\x04\x00\x00\x00lineq\x14KXu}q\x15(h\x10X\x08\x00\x00\x00<module>q\x16h\x12h\x13h\
+    \x14K\x90ueX\x06\x00\x00\x00blocksq\x17]q\x18(}q\x19(h\x05\x8a\x07\x00\x00\x00\x00\x00\x80\
+    \x00X\x04\x00\x00\x00sizeq\x1aM\x00\x02X\x0e\x00\x00\x00requested_sizeq\x1bM\xf4\x01X\x05\
+    \x00\x00\x00stateq\x1cX\x10\x00\x00\x00active_allocatedq\x1dh\rh\x0eu}q\x1e(h\x05\x8a\x07\
+    \x00\x02\x00\x00\x00\x80\x00h\x1aJ\x00\xfe\x1f\x00h\x1bK\x00h\x1cX\x08\x00\x00\x00inactive\
+    q\x1fh\r]q ueuaX\r\x00\x00\x00device_tracesq!]q\"(]q#(}q$(X\x06\x00\x00\x00actionq%X\r\x00\
+    \x00\x00segment_allocq&X\x04\x00\x00\x00addrq'\x8a\x07\x00\x00\x00\x00\x00\x80\x00h\x1aJ\
+    \x00\x00 \x00h\x07K\x00X\x07\x00\x00\x00time_usq(\x8a\x07c\xb0\xfbaG`\x06X\x0f\x00\x00\x00\
+    compile_contextq)X\x03\x00\x00\x00N/Aq*X\x07\x00\x00\x00pool_idq+h\x0bu}q,(h%X\x05\x00\x00\
+    \x00allocq-h'\x8a\x07\x00\x00\x00\x00\x00\x80\x00h\x1aM\xf4\x01h\x07J\xff\xff\xff\xffh(\
+    \x8a\x07d\xb0\xfbaG`\x06h)h*h+K\x03Jp\x11\x01\x00\x86q.h\rh\x0eu}q/(h%X\x0e\x00\x00\x00fre\
+    e_requestedq0h'\x8a\x07\x00\x00\x00\x00\x00\x80\x00h\x1aM\xf4\x01h\x07\x8a\t\x05\x00\x00\
+    \x00\x00\x00\x00\x80\x00h(\x8a\x07e\xb0\xfbaG`\x06h)h*h\rh\x0eu}q1(h%X\x0e\x00\x00\x00free\
+    _completedq2h'\x8a\x07\x00\x00\x00\x00\x00\x80\x00h\x1aM\xf4\x01h\x07K\x00h(\x8a\x07f\xb0\
+    \xfbaG`\x06h)h*h\r]q3(}q4(h\x10h\x11h\x12h\x13h\x14KXu}q5(h\x10h\x16h\x12h\x13h\x14K\x90ue\
+    u}q6(h%X\x03\x00\x00\x00oomq7X\x0b\x00\x00\x00device_freeq8\x8a\x055\x1c\xdc\xdf\x02h\x1aM\
+    ,\x01h\x07K\x00h(\x8a\x07g\xb0\xfbaG`\x06h\r]q9h\x15aue]q:eX\x12\x00\x00\x00allocator_sett\
+    ingsq;}q<(X\x17\x00\x00\x00PYTORCH_CUDA_ALLOC_CONFq=X\x03\x00\x00\x00x:1q>X\x0e\x00\x00\
+    \x00max_split_sizeq?J\xff\xff\xff\xffX\x1c\x00\x00\x00garbage_collection_thresholdq@G?\xe0\
+    \x00\x00\x00\x00\x00\x00X\x13\x00\x00\x00expandable_segmentsqA\x88X\x18\x00\x00\x00roundup\
+    _power2_divisionsqB}qC(X\x01\x00\x00\x001qDK\x00X\x01\x00\x00\x002qEK\x04uuX\x14\x00\x00\
+    \x00external_annotationsqF]qG}qH(h\x10X\x03\x00\x00\x00rawqIX\x03\x00\x00\x00bigqJ\x8a\x0b\
+    \x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x01X\x04\x00\x00\x00noneqKNuau.";
+
+pub(crate) const PROTOCOL_4: &[u8] =
+    b"\x80\x04\x95\x16\x04\x00\x00\x00\x00\x00\x00}\x94(\x8c\x08segments\x94]\x94}\x94(\x8c\x06d\
+    evice\x94K\x00\x8c\x07address\x94\x8a\x07\x00\x00\x00\x00\x00\x80\x00\x8c\ntotal_size\x94J\
+    \x00\x00 \x00\x8c\x06stream\x94K\x00\x8c\x0csegment_type\x94\x8c\x05small\x94\x8c\x0fsegme\
+    nt_pool_id\x94K\x00K\x00\x86\x94\x8c\ris_expandable\x94\x89\x8c\x06frames\x94]\x94(}\x94(\
+    \x8c\x04name\x94\x8c\x04step\x94\x8c\x08filename\x94\x8c\x08tr\xc3\xa9n.py\x94\x8c\x04line\
+    \x94KXu}\x94(h\x10\x8c\x08<module>\x94h\x12h\x13h\x14K\x90ue\x8c\x06blocks\x94]\x94(}\x94(\
+    h\x05\x8a\x07\x00\x00\x00\x00\x00\x80\x00\x8c\x04size\x94M\x00\x02\x8c\x0erequested_size\
+    \x94M\xf4\x01\x8c\x05state\x94\x8c\x10active_allocated\x94h\rh\x0eu}\x94(h\x05\x8a\x07\x00\
+    \x02\x00\x00\x00\x80\x00h\x1aJ\x00\xfe\x1f\x00h\x1bK\x00h\x1c\x8c\x08inactive\x94h\r]\x94u\
+    eua\x8c\rdevice_traces\x94]\x94(]\x94(}\x94(\x8c\x06action\x94\x8c\rsegment_alloc\x94\x8c\
+    \x04addr\x94\x8a\x07\x00\x00\x00\x00\x00\x80\x00h\x1aJ\x00\x00 \x00h\x07K\x00\x8c\x07time_\
+    us\x94\x8a\x07c\xb0\xfbaG`\x06\x8c\x0fcompile_context\x94\x8c\x03N/A\x94\x8c\x07pool_id\
+    \x94h\x0bu}\x94(h%\x8c\x05alloc\x94h'\x8a\x07\x00\x00\x00\x00\x00\x80\x00h\x1aM\xf4\x01h\
+    \x07J\xff\xff\xff\xffh(\x8a\x07d\xb0\xfbaG`\x06h)h*h+K\x03Jp\x11\x01\x00\x86\x94h\rh\x0eu}\
+    \x94(h%\x8c\x0efree_requested\x94h'\x8a\x07\x00\x00\x00\x00\x00\x80\x00h\x1aM\xf4\x01h\x07\
+    \x8a\t\x05\x00\x00\x00\x00\x00\x00\x80\x00h(\x8a\x07e\xb0\xfbaG`\x06h)h*h\rh\x0eu}\x94(h%\
+    \x8c\x0efree_completed\x94h'\x8a\x07\x00\x00\x00\x00\x00\x80\x00h\x1aM\xf4\x01h\x07K\x00h(\
+    \x8a\x07f\xb0\xfbaG`\x06h)h*h\r]\x94(}\x94(h\x10h\x11h\x12h\x13h\x14KXu}\x94(h\x10h\x16h\
+    \x12h\x13h\x14K\x90ueu}\x94(h%\x8c\x03oom\x94\x8c\x0bdevice_free\x94\x8a\x055\x1c\xdc\xdf\
+    \x02h\x1aM,\x01h\x07K\x00h(\x8a\x07g\xb0\xfbaG`\x06h\r]\x94h\x15aue]\x94e\x8c\x12allocator\
+    _settings\x94}\x94(\x8c\x17PYTORCH_CUDA_ALLOC_CONF\x94\x8c\x03x:1\x94\x8c\x0emax_split_siz\
+    e\x94J\xff\xff\xff\xff\x8c\x1cgarbage_collection_threshold\x94G?\xe0\x00\x00\x00\x00\x00\
+    \x00\x8c\x13expandable_segments\x94\x88\x8c\x18roundup_power2_divisions\x94}\x94(\x8c\x011\
+    \x94K\x00\x8c\x012\x94K\x04uu\x8c\x14external_annotations\x94]\x94}\x94(h\x10\x8c\x03raw\
+    \x94\x8c\x03big\x94\x8a\x0b\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x01\x8c\x04none\x94Nua\
+    u.";
