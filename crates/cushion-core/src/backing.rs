@@ -242,3 +242,6 @@ fn unless_full<T>(result: DriverResult<T>) -> DriverResult<Option<T>> {
         Err(error) => Err(error),
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -313,3 +313,6 @@ impl Segment {
         matches!(self.kind, Kind::Pages { .. } | Kind::Homes)
     }
 }
+
+#[cfg(test)]
+mod tests;

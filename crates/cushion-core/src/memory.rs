@@ -163,3 +163,6 @@ impl<'lock, D: Driver> Mem<'lock, D> {
         self.heap.segment_of(id).kind
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -110,3 +110,6 @@ impl Streams {
         self.done.pop_front()
     }
 }
+
+#[cfg(test)]
+mod tests;

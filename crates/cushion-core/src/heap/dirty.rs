@@ -102,3 +102,123 @@ impl Dirty {
         after.checked_sub(1).filter(|&place| self.areas[place].addresses.contains(&address))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const UNIT: u64 = 1 << 12;
+    /// Units in a segment; the next segment begins right after it.
+    const UNITS: u64 = 150;
+    const SEGMENTS: u64 = 4;
+
+    fn address(segment: u64, unit: u64) -> u64 {
+        (1 << 40) + (segment * UNITS + unit) * UNIT
+    }
+
+    fn whole(segment: u64) -> Range<u64> {
+        address(segment, 0)..address(segment + 1, 0)
+    }
+
+    /// What should be known.
+    #[derive(Default)]
+    struct Model {
+        segments: BTreeSet<u64>,
+        marked: BTreeSet<u64>,
+        gone: Vec<Range<u64>>,
+    }
+
+    impl Model {
+        fn take(&mut self, changed: Changed) {
+            match changed {
+                Changed::Gone(range) => {
+                    let known = self.gone.iter().position(|gone| *gone == range);
+                    self.gone.remove(known.expect("a removed segment is reported once"));
+                }
+                Changed::Here(range) => {
+                    assert!(self.gone.is_empty(), "removed segments come first");
+                    let units = (range.end - range.start) / UNIT;
+                    for unit in 0..units {
+                        let at = range.start + unit * UNIT;
+                        assert!(self.marked.remove(&at), "{at:#x} did not change");
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_new_segment_at_the_addresses_of_an_old_one_has_marks_of_its_own() {
+        let mut dirty = Dirty::default();
+        for number in 0..2 {
+            dirty.add(whole(0), SegmentId::new(number), UNIT);
+            dirty.reach(&whole(0));
+            dirty.mark(whole(0));
+            assert!(dirty.any(&whole(0)), "marked in the segment before");
+            if number == 0 {
+                dirty.remove(address(0, 0));
+                assert_eq!(dirty.take(), Some(Changed::Gone(whole(0))));
+                assert!(!dirty.any(&whole(0)), "reported once");
+            }
+        }
+        assert_eq!(dirty.take(), Some(Changed::Here(whole(0))));
+        assert_eq!(dirty.take(), None);
+    }
+
+    proptest! {
+        /// Each change is reported once, and nothing else is; a removed segment is reported once, before all changes.
+        #[test]
+        fn each_change_is_reported_once(
+            steps in prop::collection::vec((0..9, 0..SEGMENTS, 0..UNITS, 1..UNITS), 1..100)
+        ) {
+            let mut dirty = Dirty::default();
+            let mut model = Model::default();
+            for (step, segment, first, count) in steps {
+                let id = SegmentId::new(u32::try_from(segment).unwrap());
+                match step {
+                    0 | 1 if model.segments.insert(segment) => {
+                        dirty.add(whole(segment), id, UNIT);
+                        dirty.reach(&whole(segment));
+                    }
+                    2 => {
+                        dirty.remove(address(segment, 0));
+                        if model.segments.remove(&segment) {
+                            model.gone.push(whole(segment));
+                        }
+                        model.marked.retain(|at| !whole(segment).contains(at));
+                    }
+                    3 => {
+                        if let Some(changed) = dirty.take() {
+                            model.take(changed);
+                        } else {
+                            prop_assert!(model.marked.is_empty() && model.gone.is_empty());
+                        }
+                    }
+                    4 => {
+                        while let Some(changed) = dirty.take() {
+                            model.take(changed);
+                        }
+                        prop_assert!(model.marked.is_empty() && model.gone.is_empty());
+                    }
+                    _ => {
+                        let last = (first + count).min(UNITS);
+                        dirty.mark(address(segment, first) + 5..address(segment, last) - 3);
+                        if model.segments.contains(&segment) {
+                            model.marked.extend((first..last).map(|at| address(segment, at)));
+                        }
+                    }
+                }
+                let known = dirty.segment_at(address(segment, first));
+                prop_assert_eq!(known, model.segments.contains(&segment).then_some(id));
+                let at = address(segment, first);
+                let is_gone = model.gone.iter().any(|gone| gone.contains(&at));
+                let expected = model.marked.contains(&at) || is_gone;
+                prop_assert_eq!(dirty.any(&(at..at + UNIT)), expected);
+            }
+        }
+    }
+}
