@@ -110,8 +110,8 @@ impl<D: Driver> Engine<D> {
         Self { shared, desk: Desk { callbacks, receipts, waited, seed } }
     }
 
-    /// Serves a request: the one way in. A thread that waits, a thread that takes what can be had at once, and a future
-    /// differ only in their effort.
+    /// Serves a request: the one way in. A thread that waits, a thread that takes what can be had
+    /// at once, and a future differ only in their effort.
     fn serve(&self, asked: &Asked, effort: Effort) -> Result<Served, AllocError> {
         let attempt = self.shared.locked(|mut core| core.serve(asked, effort))?;
         if let Attempt::Served { address, .. } = attempt {

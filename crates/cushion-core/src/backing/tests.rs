@@ -52,8 +52,8 @@ impl Rig {
         }
     }
 
-    /// Checks the backing against itself, against its callers and against the device. `spare` are addresses beside the
-    /// lane's that are still reserved.
+    /// Checks the backing against itself, against its callers and against the device. `spare` are
+    /// addresses beside the lane's that are still reserved.
     fn check(&mut self, spare: Option<u64>) {
         let before = self.backing.counted;
         let now = PageUse::ALL.map(|use_| self.backing.held(use_));

@@ -43,11 +43,13 @@ impl Owner {
     /// No thread or task: memory that was held before the engine began to count.
     pub const NOBODY: Self = Self(0);
 
-    /// The owner of the latest request on the same engine: see [`set_followers`](crate::set_followers).
+    /// The owner of the latest request on the same engine: see
+    /// [`set_followers`](crate::set_followers).
     pub(crate) const FOLLOWER: Self = Self(u32::MAX);
 }
 
-/// A point in the order of completed frees and released pools. Memory that was never handed out has the first one.
+/// A point in the order of completed frees and released pools. Memory that was never handed out has
+/// the first one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default)]
 pub(crate) struct Moment(u64);
 

@@ -170,7 +170,8 @@ mod tests {
     }
 
     proptest! {
-        /// Each change is reported once, and nothing else is; a removed segment is reported once, before all changes.
+        /// Each change is reported once, and nothing else is; a removed segment is reported once,
+        /// before all changes.
         #[test]
         fn each_change_is_reported_once(
             steps in prop::collection::vec((0..9, 0..SEGMENTS, 0..UNITS, 1..UNITS), 1..100)

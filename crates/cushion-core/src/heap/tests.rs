@@ -18,7 +18,8 @@ use crate::ledger::lanes::Lanes;
 const UNIT: u64 = 1 << 12;
 /// Segments begin at multiples of this, and are not larger.
 const SLOT: u64 = 64 * UNIT;
-/// The smallest blocks that are indexed by address. The model asks which ranges of this size are wholly free.
+/// The smallest blocks that are indexed by address. The model asks which ranges of this size are
+/// wholly free.
 const GROUP: u64 = 4 * UNIT;
 const FIRST_SLOT: u64 = 1 << 40;
 const PRIVATE: PoolId = PoolId(0, 7);
@@ -107,7 +108,8 @@ impl World {
         self.parts_of(start).count() == 1
     }
 
-    /// Gives a range, which lies in one block, a state. Free and unmapped ranges merge with their like.
+    /// Gives a range, which lies in one block, a state. Free and unmapped ranges merge with their
+    /// like.
     fn set(&mut self, start: u64, size: u64, state: BlockState, freed: Option<Moment>) {
         let (area_start, area) = self.area_at(start);
         let since = self.searches.get(&area.lane.pool).copied().unwrap_or(0);
@@ -527,8 +529,8 @@ impl World {
 type Step = (u8, u64, u64, u64);
 
 proptest! {
-    /// The same blocks as a map from addresses to states, whatever happens; and nothing that the heap keeps beside the
-    /// blocks disagrees with them.
+    /// The same blocks as a map from addresses to states, whatever happens; and nothing that the
+    /// heap keeps beside the blocks disagrees with them.
     #[test]
     fn it_is_a_map_from_addresses_to_states(
         steps in prop::collection::vec((0_u8..33, 0_u64..999, 0_u64..999, 0_u64..999), 1..120)

@@ -434,8 +434,8 @@ mod tests {
         }
     }
 
-    /// A change, what must have come before it, the figures that it changes, and its entry in the history: the action,
-    /// the address, the size and the tag.
+    /// A change, what must have come before it, the figures that it changes, and its entry in the
+    /// history: the action, the address, the size and the tag.
     struct Row {
         before: Vec<Change>,
         change: Change,

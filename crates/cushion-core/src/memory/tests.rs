@@ -94,7 +94,8 @@ impl Rig {
         self.history.entries().map(|entry| entry.action).collect()
     }
 
-    /// What each room says of itself, and the pages behind the blocks. `detached` bytes are on their way back.
+    /// What each room says of itself, and the pages behind the blocks. `detached` bytes are on
+    /// their way back.
     fn check(&self, detached: u64) {
         self.heap.check().unwrap();
         self.streams.check(&self.heap).unwrap();

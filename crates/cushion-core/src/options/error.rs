@@ -84,7 +84,8 @@ pub(super) fn unknown_key(pair: &Pair) -> OptionsError {
     }
 }
 
-/// Returns the known key with the fewest edits from `key`, if that is few enough for a typing error.
+/// Returns the known key with the fewest edits from `key`, if that is few enough for a typing
+/// error.
 fn nearest_key(key: &str) -> Option<&'static str> {
     const MOST_EDITS: usize = 3;
     let key = key.to_ascii_lowercase();

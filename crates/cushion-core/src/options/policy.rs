@@ -36,7 +36,8 @@ impl Policy {
         }
     }
 
-    /// Returns whether memory comes in pages, some of which may be mapped already, and not in whole segments.
+    /// Returns whether memory comes in pages, some of which may be mapped already, and not in whole
+    /// segments.
     #[must_use]
     pub const fn uses_pages(self) -> bool {
         !matches!(self, Self::Segments)

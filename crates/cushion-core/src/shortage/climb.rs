@@ -449,8 +449,8 @@ impl<'a, D: Driver> Climber<'a, D> {
 }
 
 impl<D: Driver> Locked<'_, D> {
-    /// Returns why a rung is skipped now, if it is: it won nothing since the last of so many changes, nobody asked for it,
-    /// the driver failed before, or it is illegal during a capture.
+    /// Returns why a rung is skipped now, if it is: it won nothing since the last of so many
+    /// changes, nobody asked for it, the driver failed before, or it is illegal during a capture.
     fn is_not_for_now(&self, climb: &Climb, step: Step, changes: u64) -> Option<Attempt> {
         let (rung, options) = (step.rung, &climb.options);
         if climb.tries.vain[rung as usize] == Some(changes) {
