@@ -265,9 +265,9 @@ impl World {
                 self.parts.insert(start, whole);
                 self.heap.complete_free_of_stitch(id, now)
             }
-            Kind::Plain | Kind::Pages { .. } | Kind::Homes => {
+            kind @ (Kind::Plain | Kind::Pages { .. } | Kind::Homes) => {
                 self.set(at, size, BlockState::Free, Some(now));
-                self.heap.complete_free(id, now)
+                self.heap.complete_free(id, kind, now)
             }
         };
         assert_eq!((freed.held.span.address, freed.held.span.bytes), (at, size));
@@ -358,9 +358,9 @@ impl World {
             }
             9..=11 => {
                 let Some((at, _)) = self.pick(a, is(BlockState::Live)) else { return };
-                assert_eq!(self.heap.end_life(at + 1), None);
-                assert_eq!(self.heap.end_life(at), Some(self.id_at(at)));
-                assert_eq!(self.heap.end_life(at), None, "freed twice");
+                assert_eq!(self.heap.begin_free(at + 1), None);
+                assert_eq!(self.heap.begin_free(at), Some(self.id_at(at)));
+                assert_eq!(self.heap.begin_free(at), None, "freed twice");
                 self.set_alone(at, BlockState::Pending);
             }
             12..=14 => {

@@ -9,7 +9,9 @@ use crate::base::clock::VirtualClock;
 use crate::base::looks::Looks;
 use crate::base::names::{Owner, PolicyIndex, PoolId, Tag};
 use crate::base::size::{GIB, MIB};
-use crate::driver::{Call, Driver, DriverResult, FailWhen, Fault, SimConfig, SimDriver, StreamId};
+use crate::driver::{
+    Call, Driver, DriverResult, FailWhen, Fault, Properties, SimConfig, SimDriver, StreamId,
+};
 use crate::heap::Heap;
 use crate::heap::block::{BlockId, BlockState};
 use crate::heap::pool::{LaneId, PoolTable};
@@ -30,6 +32,7 @@ const OWN: StreamId = StreamId(1);
 /// What the engine's lock protects, as far as memory goes.
 struct Rig {
     gpu: SimDriver,
+    device: Properties,
     heap: Heap,
     backing: Backing,
     streams: Streams,
@@ -46,8 +49,10 @@ impl Rig {
         let lanes = Arc::new(Lanes::default());
         let mut history = History::default();
         history.restart(1000);
+        let gpu = SimDriver::new(config);
         Self {
-            gpu: SimDriver::new(config),
+            device: gpu.properties(),
+            gpu,
             heap: Heap::new(Arc::clone(&lanes)),
             backing: Backing::new(Some(GIB)),
             streams: Streams::default(),
@@ -72,7 +77,7 @@ impl Rig {
             ledger: Ledger::new(&self.counters, &mut self.history, &self.clock),
             options: &self.options,
             driver: &self.gpu,
-            device: self.gpu.properties(),
+            device: &self.device,
             looks: &self.looks,
         }
     }
@@ -202,11 +207,11 @@ fn a_block_is_counted_from_its_hand_out_to_its_free() {
     assert_eq!(stats.requested_bytes.large_pool.current, MIB + 5);
     assert_eq!(stats.allocated_bytes.large_pool.current, request.size);
     assert_eq!(stats.inactive_split_bytes.large_pool.current, 20 * MIB - request.size);
-    assert_eq!(rig.mem().end_life(address + 1, Tag::NONE), None);
-    let taken = rig.mem().end_life(address, Tag(6)).unwrap();
+    assert_eq!(rig.mem().begin_free(address + 1, Tag::NONE), None);
+    let taken = rig.mem().begin_free(address, Tag(6)).unwrap();
     assert_eq!(rig.stats().allocation.all.current, 0);
     assert_eq!(rig.stats().active_bytes.all.current, request.size);
-    rig.mem().complete_free(taken, Tag::NONE);
+    rig.mem().complete_free(taken, Kind::Plain, Tag::NONE);
     rig.check(0);
     let stats = rig.stats();
     assert_eq!((stats.active.all.current, stats.inactive_split.all.current), (0, 0));
@@ -275,7 +280,7 @@ fn spilled_memory_goes_back_once_its_own_stream_is_done() {
     rig.streams.set_lasting(LastingStreams::All);
     let address = spill(&mut rig, 8 * MIB).unwrap().unwrap();
     rig.gpu.launch(OWN);
-    let id = rig.mem().end_life(address, Tag::NONE).unwrap();
+    let id = rig.mem().begin_free(address, Tag::NONE).unwrap();
     assert!(rig.mem().is_spilled(id));
     rig.mem().free_spilled(id).unwrap();
     rig.streams.process(&mut rig.heap, &rig.gpu).unwrap();
@@ -302,7 +307,7 @@ fn no_host_memory_is_lost_whichever_call_fails() {
                 continue;
             };
             rig.check(0);
-            let id = rig.mem().end_life(address, Tag::NONE).unwrap();
+            let id = rig.mem().begin_free(address, Tag::NONE).unwrap();
             // Nothing says that the stream still exists.
             rig.mem().free_spilled(id).unwrap();
             let proof = Proof::of_device(rig.streams.now());

@@ -71,11 +71,12 @@ impl Rig {
     }
 
     fn free_with(&mut self, id: BlockId, reuse: bool) -> DriverResult<()> {
-        let ended = self.heap.end_life(self.heap[id].address);
+        let ended = self.heap.begin_free(self.heap[id].address);
         assert_eq!(ended, Some(id));
         if self.heap[id].users.are_none() {
             let now = self.streams.next_moment();
-            self.heap.complete_free(id, now);
+            let kind = self.heap.segment_of(id).kind;
+            self.heap.complete_free(id, kind, now);
             return Ok(());
         }
         self.streams.free_when_done(&mut self.heap, &self.gpu, id, reuse)
@@ -86,7 +87,8 @@ impl Rig {
         let mut completed = Vec::new();
         while let Some(id) = self.streams.next_done() {
             let now = self.streams.next_moment();
-            self.heap.complete_free(id, now);
+            let kind = self.heap.segment_of(id).kind;
+            self.heap.complete_free(id, kind, now);
             completed.push(id);
         }
         self.check();
@@ -565,6 +567,6 @@ fn only_streams_that_certainly_exist_are_asked_for_their_work() {
 fn the_check_finds_a_block_that_waits_for_nothing() {
     let mut rig = Rig::new();
     let id = rig.live(OWN);
-    rig.heap.end_life(rig.heap[id].address);
+    rig.heap.begin_free(rig.heap[id].address);
     assert!(rig.streams.check(&rig.heap).is_err());
 }
