@@ -19,7 +19,8 @@ use crate::heap::segment::SegmentId;
 use crate::memory::Request;
 use crate::streams::proof::Marked;
 
-/// A stitch, by its place in the table.
+/// A stitch, by its place in the table, which another stitch may have later. With generations (`slotmap`) all replays make
+/// the same driver calls, and the table could not shrink (docs/results/2026-11-17-rooms.md).
 pub(super) type StitchId = Id<Stitch>;
 
 /// How many stitches a stream has at most, those of private pools in use apart: the least recently used make room.
