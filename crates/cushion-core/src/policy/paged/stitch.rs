@@ -20,7 +20,9 @@ use crate::heap::segment::SegmentId;
 use crate::memory::Request;
 use crate::streams::proof::Marked;
 
-/// The index of a stitch in the table.
+/// The index of a stitch in the table. Another stitch may have the same index later. With generations
+/// (`slotmap`) all replays make the same driver calls, and the table could not shrink
+/// (docs/results/2026-11-17-rooms.md).
 pub(super) type StitchId = Id<Stitch>;
 
 /// How many stitches a stream has at most, except those of private pools in use. The least recently
