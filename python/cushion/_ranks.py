@@ -11,8 +11,10 @@ import atexit
 import contextlib
 import datetime
 import json
+import os
 import sys
 import threading
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from . import _collectives
@@ -22,6 +24,8 @@ from ._log import logger
 DONE, OUT_OF_MEMORY, GAVE_UP, FAILED = range(4)
 # How long the thread waits for an alarm. Alarms are rare.
 _LONG = datetime.timedelta(days=30)
+# How many seconds a process waits at its end for that thread.
+_LONGEST_END = 10.0
 
 
 class RankError(RuntimeError):
@@ -69,8 +73,8 @@ class Ranks:
         self._store = _connect(store, self._group.group_name)
         self._watch = _Watch(_connect(store, self._group.group_name), self._rank, self.board)
         self._watch.start()
-        if self._rank == 0:
-            atexit.register(self._end)
+        self._process = os.getpid()
+        atexit.register(self._end)
 
     def __len__(self) -> int:
         return len(self._members)
@@ -112,7 +116,7 @@ class Ranks:
         """
         if ended != DONE and not self.board.is_frozen:
             self._store.set(f"why/{self._epoch}/{self._rank}", why)
-            self._store.set(f"alarm/{self._epoch}", f"{self.board.turn} {self._rank}")
+            self._raise_alarm(f"{self.board.turn} {self._rank}", range(len(self)))
         if ended != DONE:
             # Lets the ranks go on that wait for this rank in a collective.
             self._join_the_others()
@@ -182,13 +186,23 @@ class Ranks:
 
     def _forget(self, epoch: int) -> None:
         with contextlib.suppress(RuntimeError):
-            for what in ("count", "notes"):
+            for what in ("alarm", "count", "notes"):
                 self._store.delete_key(f"{what}/{epoch}/{self._rank}")
 
+    def _raise_alarm(self, alarm: str, ranks: Iterable[int]) -> None:
+        for rank in ranks:
+            self._store.set(f"alarm/{self._epoch}/{rank}", alarm)
+
     def _end(self) -> None:
-        """Ends the threads that wait for an alarm. The store may be in this process, which is about to end."""
+        """Ends the thread that waits for an alarm, before Python shuts down: a thread that returns from C++ code during
+        the shutdown aborts the process. The first rank ends the threads of all ranks, because the store may be in its
+        process."""
+        if os.getpid() != self._process:
+            # A forked child has the connection, but not the thread.
+            return
         with contextlib.suppress(Exception):
-            self._store.set(f"alarm/{self._epoch}", _Watch.END)
+            self._raise_alarm(_Watch.END, range(len(self)) if self._rank == 0 else [self._rank])
+        self._watch.join(_LONGEST_END)
 
 
 class _Watch(threading.Thread):
@@ -218,8 +232,8 @@ class _Watch(threading.Thread):
         epoch = 0
         while True:
             try:
-                self._store.wait([f"alarm/{epoch}"], _LONG)
-                alarm = self._store.get(f"alarm/{epoch}").decode()
+                self._store.wait([f"alarm/{epoch}/{self._rank}"], _LONG)
+                alarm = self._store.get(f"alarm/{epoch}/{self._rank}").decode()
                 if alarm == self.END:
                     return
                 turn, self.failed_rank = map(int, alarm.split())

@@ -40,7 +40,7 @@ class Refusing(unittest.TestCase):
                 with self.subTest(result=result, loss=loss):
                     name = type(result).__name__
                     # Without a shortage: one part and one try.
-                    with self.assertRaisesRegex(TypeError, f"returning.*returned a {name}.* combine= "):
+                    with self.assertRaisesRegex(TypeError, f"returning.*returned a {name}.* give combine=, "):
                         cushion.retry(returning(result), Rows(range(4)), split=cushion.split_batch, loss=loss, grads=())
 
     def test_a_loss_for_only_some_parts(self) -> None:
