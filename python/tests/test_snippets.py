@@ -390,7 +390,9 @@ class Names(support.TorchCase):
 class Sources(unittest.TestCase):
     def test_every_piece_of_code_in_the_source_of_messages_is_tested(self) -> None:
         """Every piece of code in the source of the messages occurs in a message that the tests above have seen."""
-        source = (support.ROOT / "crates" / "cushion-torch" / "src" / "message.rs").read_text()
+        sources = (support.ROOT / "crates" / "cushion-torch" / "src" / "shortage").glob("*.rs")
+        # Only what precedes the unit tests of a file is part of a message.
+        source = "\n".join(file.read_text().partition("#[cfg(test)]")[0] for file in sources)
         texts = re.findall(r'"((?:[^"\\]|\\[\s\S])*)"', re.sub(r"^\s*//.*$", "", source, flags=re.MULTILINE))
         shown = re.compile(r"(?:\bcushion|\btorch)(?:\.\w+)+\(|\bCUSHION_[A-Z_]+=")
         in_source = {it for text in texts for it in shown.findall(text)}
