@@ -12,8 +12,11 @@ PYTHON_CODE = examples python scripts tests
 PREFIX ?= /usr/local
 DESTDIR ?=
 CUSHION = $(or $(CARGO_TARGET_DIR),target)/release/cushion
-# The build flags of the tests. Everything that tests need is built with these flags, so that nothing is built twice.
+# The build flags of what tests use.
 TESTED = --profile test --workspace --features cushion/cudarc --locked
+# What is built with these flags. `make test` adds the tests: with them, dependencies have the same features as in
+# `cargo test`, and nothing is built twice.
+TESTED_TARGETS = --lib --bin cushion
 TESTED_IN = $(or $(CARGO_TARGET_DIR),target)/debug
 
 .PHONY: help test test-viz demo picture bench docs verify fuzz clean \
@@ -33,14 +36,14 @@ test: ## check format, lints and docs, and run every test that needs no GPU (SEE
 		said=$$($(TESTED_IN)/examples/$$example) && echo "$$said" \
 			&& test "$$(echo "$$said" | tail -n 1)" = ok || exit 1; \
 	done
-	@$(MAKE) --no-print-directory test-viz test-capi test-python test-wheel
+	@$(MAKE) --no-print-directory test-viz test-capi test-python test-wheel TESTED_TARGETS='--lib --bins --tests'
 
 test-viz: ## test converted snapshots with PyTorch's tools (MEMORYVIZ_JS=PATH adds its viewer)
-	@$(CARGO) build $(TESTED) --quiet --bin cushion
+	@$(CARGO) build $(TESTED) --quiet $(TESTED_TARGETS)
 	@sh scripts/test-viz.sh $(TESTED_IN)/cushion "$(MEMORYVIZ_JS)"
 
 test-capi: ## test the library for C and C++ with programs in both, on simulated devices (CC, CXX)
-	@$(CARGO) build $(TESTED) --quiet --lib
+	@$(CARGO) build $(TESTED) --quiet $(TESTED_TARGETS)
 	@CC="$(CC)" CXX="$(CXX)" sh scripts/test-capi.sh
 
 install-c: ## install cushion.h, the libraries for C and C++ and cushion.pc in PREFIX (/usr/local) below DESTDIR
@@ -51,7 +54,7 @@ test-python: ## test the Python package over stand-ins for CUDA (TORCH=2.11.0 in
 	@tools=$$(PYTHON="$(PYTHON)" sh scripts/python.sh ruff mypy) && "$$tools/ruff" check --quiet $(PYTHON_CODE) \
 		&& "$$tools/ruff" format --quiet --check $(PYTHON_CODE) && "$$tools/mypy"
 	@$(PYTHON) -m unittest discover -s tests/gpu -p 'test_*.py'
-	@$(CARGO) build $(TESTED) --quiet --lib
+	@$(CARGO) build $(TESTED) --quiet $(TESTED_TARGETS)
 	@PYTHON="$(PYTHON)" TORCH="$(TORCH)" sh scripts/test-python.sh
 
 test-wheel: ## test pip install . and pip install -e ., from outside the repository

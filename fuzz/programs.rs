@@ -1,5 +1,5 @@
 //! What the fuzz target of the engine does with its bytes: shared by the target and by a short run
-//! of it in `crates/cushion-core/tests/fuzz.rs`.
+//! of it in `crates/cushion-core/tests/all/fuzz.rs`.
 
 use cushion_core::testing::Program;
 

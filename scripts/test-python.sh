@@ -27,11 +27,16 @@ export CUSHION_PACKAGE="$target/python" CUSHION_STANDIN="$target/standin"
 if [ $# -gt 0 ]; then
     exec "$python" -B -m unittest discover -s python/tests "$@"
 fi
-# Most tests wait for child processes, so two halves at a time take little longer than one.
-"$python" -B -m unittest discover -s python/tests -p 'test_[a-m]*.py' >"$target/python-tests.log" 2>&1 &
-half=$!
+# Most tests wait for child processes, so three groups at a time take little longer than one.
+rm -f "$target"/python-tests-*.log
+running=
+for first in a-e f-q r-z; do
+    "$python" -B -m unittest discover -s python/tests -p "test_[$first]*.py" >"$target/python-tests-$first.log" 2>&1 &
+    running="$running $!"
+done
 status=0
-"$python" -B -m unittest discover -s python/tests -p 'test_[!a-m]*.py' || status=$?
-wait $half || status=$?
-cat "$target/python-tests.log" >&2
+for group in $running; do
+    wait "$group" || status=$?
+done
+cat "$target"/python-tests-*.log >&2
 exit $status

@@ -15,7 +15,7 @@ class Examples(unittest.TestCase):
     def example(self, name: str, changes: dict[str, str | None], *arguments: str, ranks: int = 1) -> str:
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
         command = [*launcher, str(EXAMPLES / name), *arguments]
-        done = support.python(*command, changes=changes, timeout=180)
+        done = support.python(*command, changes=changes, timeout=600)
         self.assertEqual(done.returncode, 0, done.stderr)
         if not done.stdout.startswith("SKIPPED: "):
             self.assertEqual(done.stdout.splitlines()[-1], "ok")

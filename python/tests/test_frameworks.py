@@ -707,7 +707,7 @@ def ray_results() -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         # Ray writes results below the user's home by default.
         changes = {"HOME": folder, "RAY_TRAIN_V2_ENABLED": "1", "RAY_USAGE_STATS_ENABLED": "0"}
-        found: dict[str, Any] = support.call(run_on_ray, folder, changes=changes, warm=False, timeout=300)
+        found: dict[str, Any] = support.call(run_on_ray, folder, changes=changes, warm=False, timeout=900)
     return found
 
 

@@ -2,7 +2,7 @@
 //! Python module `cushion._cushion`. Both share their statics, so that the module configures the
 //! plug-in.
 //!
-//! Each folder uses only the folders below it in this list (`tests/folders.rs`):
+//! Each folder uses only the folders below it in this list (`tests/rooms.rs`):
 //!
 //! - `module/`: the functions of the Python module, by subject.
 //! - `entry/`: how requests reach the engine, from PyTorch and as Python futures.

@@ -5,7 +5,7 @@
 //! and [`replay`] runs it under a policy and returns the memory it took. [`read_receipts`] reads
 //! the receipts of shortages that a run wrote.
 //!
-//! Folders, each importing only from those below it (`tests/layers.rs` checks this):
+//! Folders, each importing only from those below it (`tests/rooms.rs` checks this):
 //!
 //! | folder | subject |
 //! |---|---|

@@ -122,6 +122,27 @@ mod tests {
         confs.prop_map(|conf| Settings { conf: Some(conf.to_owned()), ..Settings::default() })
     }
 
+    fn check(
+        program: &Program,
+        policy: Policy,
+        capacity: Option<u64>,
+    ) -> Result<(), TestCaseError> {
+        for ladder in [Ladder::Torch, Ladder::Graceful] {
+            let config = ReplayConfig { policy, ladder, capacity, options: None };
+            let outcome = replay(program, &config);
+            prop_assert!(outcome.is_ok(), "{:?}", outcome);
+        }
+        let ladder = Ladder::Torch;
+        let config = ReplayConfig { policy, ladder, capacity, options: None };
+        prop_assert!(state_at(program, &config, 50).is_ok());
+        // This replays the program many times, so few cases do it.
+        if capacity.is_some_and(|capacity| capacity % 32 == 0) {
+            let smallest = min_capacity(program, &config, |_, _| {});
+            prop_assert!(smallest.is_ok(), "{:?}", smallest);
+        }
+        Ok(())
+    }
+
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(1000))]
 
@@ -141,21 +162,14 @@ mod tests {
             let (stacks, origin) = (Stacks::default(), Origin::Torch);
             let snapshot = Snapshot { segments, devices, settings, stacks, origin };
             let program = Program::of(&snapshot, 0);
-            for policy in Policy::ALL {
-                for ladder in [Ladder::Torch, Ladder::Graceful] {
-                    let config = ReplayConfig { policy, ladder, capacity, options: None };
-                    let outcome = replay(&program, &config);
-                    prop_assert!(outcome.is_ok(), "{:?}", outcome);
-                }
-                let ladder = Ladder::Torch;
-                let config = ReplayConfig { policy, ladder, capacity, options: None };
-                prop_assert!(state_at(&program, &config, 50).is_ok());
-                // This replays the program many times, so few cases do it.
-                if capacity.is_some_and(|capacity| capacity % 32 == 0) {
-                    let smallest = min_capacity(&program, &config, |_, _| {});
-                    prop_assert!(smallest.is_ok(), "{:?}", smallest);
-                }
-            }
+            // Each policy on a thread of its own, because this test takes longest.
+            std::thread::scope(|scope| {
+                let runs = Policy::ALL.map(|policy| {
+                    let program = &program;
+                    scope.spawn(move || check(program, policy, capacity))
+                });
+                runs.into_iter().try_for_each(|run| run.join().expect("no panic"))
+            })?;
             prop_assert!(program.floor_bytes(true) >= program.floor_bytes(false));
         }
     }

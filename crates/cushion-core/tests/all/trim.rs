@@ -1,8 +1,6 @@
 //! Trimming releases memory that a program has not needed for a while. It never waits, and no
 //! request is refused because of it.
 
-mod common;
-
 #[cfg(test)]
 mod tests {
     use std::collections::BTreeSet;

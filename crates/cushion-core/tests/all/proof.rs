@@ -2,8 +2,6 @@
 //! The cases: graphs that are replayed on any stream and destroyed at once, destroyed streams,
 //! captures without a private pool, and other threads that continue while one waits for the device.
 
-mod common;
-
 #[cfg(test)]
 mod tests {
     use std::collections::BTreeSet;

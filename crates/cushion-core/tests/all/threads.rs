@@ -1,7 +1,7 @@
 //! Programs on real threads, on a checked driver: see `testing::stress`.
 //!
-//! `CUSHION_OPERATIONS=300000 CUSHION_SEED=7 cargo test -p cushion-core --release --test threads --
-//! --ignored --nocapture` runs longer.
+//! `CUSHION_OPERATIONS=300000 CUSHION_SEED=7 cargo test -p cushion-core --release --test all --
+//! threads --ignored --nocapture` runs longer.
 
 #[cfg(test)]
 mod tests {

@@ -1,8 +1,6 @@
 //! The engine's behaviour, one test each: private pools, captures, releasing memory, limits, the
 //! ladder.
 
-mod common;
-
 #[cfg(test)]
 mod tests {
     use cushion_core::driver::Call;

@@ -1,8 +1,6 @@
 //! The work of one call and the metadata that the engine keeps are bounded, for any number of
 //! streams, pending frees, blocks and pools. The tests count; they do not measure time.
 
-mod common;
-
 #[cfg(test)]
 mod tests {
     use cushion_core::driver::Call;

@@ -1,8 +1,6 @@
 //! Callbacks: their names, time budgets and answers in receipts; and the options that a thread sets
 //! for its own requests.
 
-mod common;
-
 #[cfg(test)]
 mod tests {
     use std::sync::Arc;

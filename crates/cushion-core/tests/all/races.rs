@@ -2,8 +2,6 @@
 //! while another request is first in the queue. Each test covers a former bug, or a step of the
 //! climb that must not be left out.
 
-mod common;
-
 #[cfg(test)]
 mod tests {
     use std::fmt;

@@ -1,8 +1,6 @@
 //! Every rung, alone and in order: it wins enough, wins too little, wins nothing, fails, is
 //! switched off, is illegal during a capture.
 
-mod common;
-
 #[cfg(test)]
 mod tests {
     use std::collections::BTreeSet;

@@ -2,8 +2,6 @@
 //! stitches, splits, borrows, captures, trims and empties the cache. It runs once for each driver
 //! call that it makes, with that call failing.
 
-mod common;
-
 #[cfg(test)]
 mod tests {
     use std::collections::BTreeSet;

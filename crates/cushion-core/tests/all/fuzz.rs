@@ -1,7 +1,7 @@
 //! A short, deterministic run of the engine's fuzz target: every file of the corpus, then mutations
 //! of these files. `make fuzz TARGET=engine` runs the target for as long as needed.
 
-#[path = "../../../fuzz/programs.rs"]
+#[path = "../../../../fuzz/programs.rs"]
 mod programs;
 
 #[cfg(test)]

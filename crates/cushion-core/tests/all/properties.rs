@@ -1,7 +1,7 @@
 //! Random programs on every policy and ladder. Every step is followed by a check of the invariants.
 //!
-//! `CUSHION_PROGRAMS=200000 CUSHION_SEED=7 cargo test -p cushion-core --release --test properties
-//! -- --ignored --nocapture` runs that many programs from that seed.
+//! `CUSHION_PROGRAMS=200000 CUSHION_SEED=7 cargo test -p cushion-core --release --test all --
+//! properties --ignored --nocapture` runs that many programs from that seed.
 
 #[cfg(test)]
 mod tests {

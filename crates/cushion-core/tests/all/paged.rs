@@ -1,7 +1,5 @@
 //! The behaviour of the policy `paged`, one test each.
 
-mod common;
-
 #[cfg(test)]
 mod tests {
     use std::sync::Arc;

@@ -1,7 +1,5 @@
 //! The engine's behaviour, one test each: statistics, history, snapshots, threads, drop.
 
-mod common;
-
 #[cfg(test)]
 mod tests {
     use std::collections::BTreeMap;

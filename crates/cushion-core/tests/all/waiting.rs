@@ -1,7 +1,5 @@
 //! Waiting for memory: by threads and by futures, in order, without deadlock, and without a lock.
 
-mod common;
-
 #[cfg(test)]
 mod tests {
     use std::future::Future;

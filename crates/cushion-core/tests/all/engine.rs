@@ -1,7 +1,5 @@
 //! The engine's behaviour, one test each: layout, errors, streams.
 
-mod common;
-
 #[cfg(test)]
 mod tests {
     use cushion_core::driver::{Call, FailWhen, Fault};

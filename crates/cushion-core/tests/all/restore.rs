@@ -1,7 +1,5 @@
 //! An engine that is restored from the state of another engine behaves like that engine.
 
-mod common;
-
 #[cfg(test)]
 mod tests {
     use cushion_core::size::MIB;

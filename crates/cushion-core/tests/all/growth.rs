@@ -1,8 +1,6 @@
 //! The number of blocks and pages that a miss visits with the lock held does not grow with the
 //! number of free blocks.
 
-mod common;
-
 #[cfg(test)]
 mod tests {
     use std::sync::Arc;

@@ -1,7 +1,5 @@
 //! Pages and stitches, as callers of the engine observe them.
 
-mod common;
-
 #[cfg(test)]
 mod tests {
     use cushion_core::driver::Call;
