@@ -8,6 +8,7 @@ mod tests {
         Snapshot, Stacks, min_capacity, replay, state_at,
     };
     use proptest::prelude::*;
+    use std::panic::resume_unwind;
 
     /// Few addresses, so that events overlap: some realistic, some extreme.
     fn addresses() -> impl Strategy<Value = u64> {
@@ -122,6 +123,7 @@ mod tests {
         confs.prop_map(|conf| Settings { conf: Some(conf.to_owned()), ..Settings::default() })
     }
 
+    /// Replays a program under one policy, in every way.
     fn check(
         program: &Program,
         policy: Policy,
@@ -168,7 +170,7 @@ mod tests {
                     let program = &program;
                     scope.spawn(move || check(program, policy, capacity))
                 });
-                runs.into_iter().try_for_each(|run| run.join().expect("no panic"))
+                runs.into_iter().try_for_each(|run| run.join().unwrap_or_else(|panic| resume_unwind(panic)))
             })?;
             prop_assert!(program.floor_bytes(true) >= program.floor_bytes(false));
         }
